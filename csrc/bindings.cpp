@@ -1,0 +1,254 @@
+// The module fused_adamw._C: the only file that knows pybind11 and Python objects.
+//
+// It checks nothing that torch_library/checks.py checks; callers run those checks first.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpu/adamw_step.h"
+#include "cpu/instruction_set.h"
+#include "cpu/parallel.h"
+#include "dlpack_abi.h"
+#include "tensor_table.h"
+
+namespace py = pybind11;
+
+namespace fused_adamw {
+namespace {
+
+// How torch tensors are read: set once, by initialize().
+struct TorchApi {
+  const dlpack::ExchangeApi* exchange = nullptr;
+  PyTypeObject* tensor_type = nullptr;
+  PyTypeObject* parameter_type = nullptr;
+};
+
+TorchApi torch_api;
+
+void initialize(const py::capsule& capsule, const py::type& tensor_type, const py::type& parameter_type) {
+  const auto* api =
+      static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
+  if (api == nullptr) throw py::error_already_set();
+  while (api != nullptr && api->header.version.major != dlpack::kMajorVersion) {
+    api = reinterpret_cast<const dlpack::ExchangeApi*>(api->header.prev_api);
+  }
+  if (api == nullptr || api->tensor_from_py_object == nullptr) {
+    throw std::runtime_error("this torch offers no DLPack C exchange API of major version " +
+                             std::to_string(dlpack::kMajorVersion));
+  }
+  torch_api = {api, reinterpret_cast<PyTypeObject*>(tensor_type.ptr()),
+               reinterpret_cast<PyTypeObject*>(parameter_type.ptr())};
+}
+
+// A new reference to `object` as a list or tuple, whose items can be read in place.
+py::object fast_sequence(const py::handle& object) {
+  auto sequence = py::reinterpret_steal<py::object>(PySequence_Fast(object.ptr(), "a list is required"));
+  if (!sequence) throw py::error_already_set();
+  return sequence;
+}
+
+template <typename Function>
+void for_each_item(const py::handle& sequence, Function function) {
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(sequence.ptr());
+  PyObject** const items = PySequence_Fast_ITEMS(sequence.ptr());
+  for (Py_ssize_t i = 0; i < size; ++i) function(items[i]);
+}
+
+bool is_plain(const PyTypeObject* type) {
+  return type == torch_api.tensor_type || type == torch_api.parameter_type;
+}
+
+bool only_plain_tensors(const py::sequence& lists) {
+  bool plain = true;
+  for (const py::handle list : lists) {
+    for_each_item(fast_sequence(list), [&](PyObject* item) { plain &= is_plain(Py_TYPE(item)); });
+  }
+  return plain;
+}
+
+// Whether two lists hold the same objects.
+bool same_objects(const py::list& found, const py::list& expected) {
+  const std::size_t size = expected.size();
+  if (found.size() != size) return false;
+  for (std::size_t i = 0; i < size; ++i) {
+    if (PyList_GET_ITEM(found.ptr(), i) != PyList_GET_ITEM(expected.ptr(), i)) return false;
+  }
+  return true;
+}
+
+// Whether dicts[i][key] is expected[i] for all i.
+bool same_entries(const py::list& dicts, const py::str& key, const py::list& expected) {
+  const std::size_t size = expected.size();
+  if (dicts.size() != size) return false;
+  for (std::size_t i = 0; i < size; ++i) {
+    PyObject* const dict = PyList_GET_ITEM(dicts.ptr(), i);
+    if (!PyDict_Check(dict)) return false;
+    if (PyDict_GetItemWithError(dict, key.ptr()) != PyList_GET_ITEM(expected.ptr(), i)) return false;
+  }
+  return true;
+}
+
+dlpack::Tensor read_tensor(PyObject* object) {
+  PyTypeObject* const type = Py_TYPE(object);
+  if (!is_plain(type) &&
+      (torch_api.tensor_type == nullptr || !PyType_IsSubtype(type, torch_api.tensor_type))) {
+    throw py::type_error(std::string("a torch.Tensor is required, not ") + type->tp_name);
+  }
+  dlpack::Tensor tensor;
+  if (torch_api.exchange->tensor_from_py_object(object, &tensor) != 0) throw py::error_already_set();
+  return tensor;
+}
+
+TensorTable read_table(const std::string& op, const py::sequence& lists, const std::vector<bool>& written) {
+  if (lists.size() != written.size()) throw py::value_error("lists and written must have equal lengths");
+  TensorTable table(op);
+  for (std::size_t l = 0; l < written.size(); ++l) {
+    const py::object list = fast_sequence(py::object(lists[l]));
+    table.begin_list(written[l], static_cast<std::size_t>(PySequence_Fast_GET_SIZE(list.ptr())));
+    for_each_item(list, [&](PyObject* item) { table.add(read_tensor(item)); });
+  }
+  return table;
+}
+
+GradientType gradient_type(dlpack::DataType dtype) {
+  if (dtype.code == dlpack::kBFloat) return GradientType::kBFloat16;
+  return dtype.bits == 16 ? GradientType::kFloat16 : GradientType::kFloat32;
+}
+
+// The order of a step's lists; `written` flags are the caller's.
+enum StepList { kParams, kGrads, kExpAvgs, kExpAvgSqs, kMaxExpAvgSqs, kStateSteps };
+
+float* element_pointer(const std::vector<TensorView>& tensors, std::size_t i) {
+  return tensors.empty() ? nullptr : static_cast<float*>(tensors[i].data);
+}
+
+cpu::TensorUpdate tensor_update(const TensorTable& old, const TensorTable& updated, std::size_t i,
+                                const UpdateScalars& scalars) {
+  const auto old_pointer = [&](StepList list) { return element_pointer(old.tensors(list), i); };
+  const auto new_pointer = [&](StepList list) { return element_pointer(updated.tensors(list), i); };
+  const TensorView& grad = old.tensors(kGrads)[i];
+  cpu::TensorUpdate update;
+  update.size = grad.size;
+  update.grad = grad.data;
+  update.grad_type = gradient_type(grad.dtype);
+  update.param = old_pointer(kParams);
+  update.exp_avg = old_pointer(kExpAvgs);
+  update.exp_avg_sq = old_pointer(kExpAvgSqs);
+  update.max_exp_avg_sq = old_pointer(kMaxExpAvgSqs);
+  update.new_param = new_pointer(kParams);
+  update.new_exp_avg = new_pointer(kExpAvgs);
+  update.new_exp_avg_sq = new_pointer(kExpAvgSqs);
+  update.new_max_exp_avg_sq = new_pointer(kMaxExpAvgSqs);
+  update.scalars = scalars;
+  return update;
+}
+
+// (table, index) of the first step counter that is no count: negative, fractional, NaN or beyond int64.
+std::optional<std::tuple<std::size_t, std::size_t>> find_bad_step(
+    const std::vector<const TensorTable*>& tables) {
+  constexpr float kLimit = 0x1.0p63f;
+  for (std::size_t t = 0; t < tables.size(); ++t) {
+    const auto& steps = tables[t]->tensors(kStateSteps);
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+      const float step = *static_cast<const float*>(steps[i].data);
+      if (!(step >= 0.0f && step < kLimit && step == std::floor(step))) return std::make_tuple(t, i);
+    }
+  }
+  return std::nullopt;
+}
+
+void adamw_step_in_place(const std::vector<const TensorTable*>& tables,
+                         const std::vector<StepOptions>& options, int threads) {
+  std::vector<cpu::TensorUpdate> updates;
+  for (std::size_t t = 0; t < tables.size(); ++t) {
+    const TensorTable& table = *tables[t];
+    const auto& steps = table.tensors(kStateSteps);
+    long long last_step = 0;
+    UpdateScalars scalars;
+    updates.reserve(updates.size() + steps.size());
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+      if (table.tensors(kParams)[i].size == 0) continue;
+      float& counter = *static_cast<float*>(steps[i].data);
+      const long long step = static_cast<long long>(counter) + 1;
+      counter += 1.0f;
+      if (step != last_step) scalars = update_scalars(options[t], step);
+      last_step = step;
+      updates.push_back(tensor_update(table, table, i, scalars));
+    }
+  }
+  const py::gil_scoped_release release;
+  cpu::adamw_step(updates, threads);
+}
+
+void adamw_step(const TensorTable& old, const TensorTable& updated, const StepOptions& options,
+                long long step, int threads) {
+  const std::vector<cpu::TensorUpdate> updates = {
+      tensor_update(old, updated, 0, update_scalars(options, step + 1))};
+  const py::gil_scoped_release release;
+  cpu::adamw_step(updates, threads);
+}
+
+using Position = std::tuple<std::size_t, std::size_t, std::size_t>;
+
+std::optional<std::tuple<Position, Position>> find_overlap_positions(
+    const std::vector<const TensorTable*>& tables) {
+  const auto overlap = find_overlap(tables);
+  if (!overlap) return std::nullopt;
+  const auto position = [](const TensorPosition& p) { return Position{p.table, p.list, p.index}; };
+  return std::make_tuple(position(overlap->written), position(overlap->other));
+}
+
+std::vector<std::string> cpu_capabilities() {
+  std::vector<std::string> names;
+  for (const cpu::InstructionSet set : cpu::kInstructionSets) {
+    if (cpu::supported(set)) names.emplace_back(cpu::name(set));
+  }
+  return names;
+}
+
+}  // namespace
+}  // namespace fused_adamw
+
+PYBIND11_MODULE(_C, m) {
+  using namespace fused_adamw;
+  m.doc() = "Kernels on storage that the caller owns; see _C.pyi.";
+  m.def("initialize", &initialize, py::arg("exchange_api"), py::arg("tensor_type"),
+        py::arg("parameter_type"));
+
+  m.def("only_plain_tensors", &only_plain_tensors, py::arg("lists"));
+  m.def("same_objects", &same_objects, py::arg("found"), py::arg("expected"));
+  m.def("same_entries", &same_entries, py::arg("dicts"), py::arg("key"), py::arg("expected"));
+
+  py::class_<TensorTable>(m, "TensorTable")
+      .def(py::init(&read_table), py::arg("op"), py::arg("lists"), py::arg("written"))
+      .def("layout_known", &TensorTable::layout_known)
+      .def("remember_layout", &TensorTable::remember_layout);
+
+  py::class_<StepOptions>(m, "StepOptions")
+      .def(py::init([](double lr, double beta1, double beta2, double weight_decay, double eps,
+                       double grad_scale, bool maximize) {
+             return StepOptions{lr, beta1, beta2, weight_decay, eps, grad_scale, maximize};
+           }),
+           py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("weight_decay"), py::arg("eps"),
+           py::arg("grad_scale"), py::arg("maximize"));
+
+  m.def("find_overlap", &find_overlap_positions, py::arg("tables"));
+  m.def("find_bad_step", &find_bad_step, py::arg("tables"));
+  m.def("adamw_step_in_place", &adamw_step_in_place, py::arg("tables"), py::arg("options"),
+        py::arg("threads"));
+  m.def("adamw_step", &adamw_step, py::arg("old"), py::arg("updated"), py::arg("options"), py::arg("step"),
+        py::arg("threads"));
+
+  m.def("has_openmp_runtime", &cpu::has_openmp_runtime);
+  m.def("cpu_capabilities", &cpu_capabilities);
+  m.def("cpu_capability", [] { return std::string(cpu::name(cpu::selected_instruction_set())); });
+  m.def("set_cpu_capability", &cpu::select_instruction_set, py::arg("name"));
+}

@@ -1,0 +1,143 @@
+#include "tensor_table.h"
+
+#include <algorithm>
+#include <functional>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+namespace fused_adamw {
+namespace {
+
+struct FingerprintHash {
+  std::size_t operator()(const Fingerprint& fingerprint) const { return fingerprint.low; }
+};
+
+// Models in a process, times their groups, are few; a program that makes up layouts without end must not
+// make the memories grow without end.
+constexpr std::size_t kRememberedLayouts = 4096;
+constexpr std::size_t kRememberedIntervals = 64;
+
+std::unordered_set<Fingerprint, FingerprintHash>& known_layouts() {
+  static std::unordered_set<Fingerprint, FingerprintHash> layouts;
+  return layouts;
+}
+
+struct Interval {
+  std::uintptr_t begin;
+  std::uintptr_t end;
+  TensorPosition position;
+};
+
+using Intervals = std::vector<Interval>;
+
+template <typename Function>
+void for_each_tensor(const std::vector<const TensorTable*>& tables, bool written, Function function) {
+  for (std::size_t t = 0; t < tables.size(); ++t) {
+    const auto& lists = tables[t]->lists();
+    for (std::size_t l = 0; l < lists.size(); ++l) {
+      if (lists[l].written != written) continue;
+      for (std::size_t i = 0; i < lists[l].tensors.size(); ++i) {
+        const TensorView& tensor = lists[l].tensors[i];
+        if (tensor.size == 0) continue;
+        const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data);
+        function(Interval{begin, begin + static_cast<std::uintptr_t>(tensor.bytes), {t, l, i}});
+      }
+    }
+  }
+}
+
+// The written tensors in the order of their addresses, or the first two that overlap.
+std::optional<Overlap> sort_written(const std::vector<const TensorTable*>& tables, Intervals& intervals) {
+  for_each_tensor(tables, true, [&](const Interval& interval) { intervals.push_back(interval); });
+  std::sort(intervals.begin(), intervals.end(),
+            [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+  for (std::size_t i = 1; i < intervals.size(); ++i) {
+    if (intervals[i].begin < intervals[i - 1].end) {
+      return Overlap{intervals[i - 1].position, intervals[i].position};
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+void Fingerprint::add(std::uint64_t word) {
+  low = (low ^ word) * 0x9FB21C651E98DF25u;
+  low ^= low >> 32;
+  high = (high + word) * 0xD6E8FEB86659FD93u;
+  high ^= high >> 29;
+}
+
+TensorTable::TensorTable(std::string_view op) { layout_.add(std::hash<std::string_view>{}(op)); }
+
+void TensorTable::begin_list(bool written, std::size_t size) {
+  lists_.push_back({written, {}});
+  lists_.back().tensors.reserve(size);
+  layout_.add(size);
+  layout_.add(written);
+}
+
+void TensorTable::add(const dlpack::Tensor& tensor) {
+  layout_.add(static_cast<std::uint64_t>(tensor.ndim) << 32 | tensor.dtype.lanes << 16 |
+              tensor.dtype.bits << 8 | tensor.dtype.code);
+  layout_.add(static_cast<std::uint64_t>(tensor.device.type) << 32 |
+              static_cast<std::uint32_t>(tensor.device.id));
+  std::int64_t size = 1;
+  for (std::int32_t d = 0; d < tensor.ndim; ++d) {
+    size *= tensor.shape[d];
+    layout_.add(static_cast<std::uint64_t>(tensor.shape[d]));
+    layout_.add(static_cast<std::uint64_t>(tensor.strides[d]));
+  }
+  lists_.back().tensors.push_back({static_cast<char*>(tensor.data) + tensor.byte_offset, size,
+                                   size * (tensor.dtype.bits / 8), tensor.dtype});
+}
+
+const std::vector<TensorView>& TensorTable::tensors(std::size_t list) const {
+  static const std::vector<TensorView> none;
+  return list < lists_.size() ? lists_[list].tensors : none;
+}
+
+bool TensorTable::layout_known() const { return known_layouts().count(layout_) != 0; }
+
+void TensorTable::remember_layout() const {
+  if (known_layouts().size() >= kRememberedLayouts) known_layouts().clear();
+  known_layouts().insert(layout_);
+}
+
+std::optional<Overlap> find_overlap(const std::vector<const TensorTable*>& tables) {
+  // Parameters and states keep their addresses, so sorting them is done once per set of addresses.
+  static std::unordered_map<Fingerprint, Intervals, FingerprintHash> remembered;
+  Fingerprint addresses;
+  for_each_tensor(tables, true, [&](const Interval& interval) {
+    addresses.add(interval.begin);
+    addresses.add(interval.end);
+    addresses.add(interval.position.table << 8 | interval.position.list);
+    addresses.add(interval.position.index);
+  });
+  auto found = remembered.find(addresses);
+  if (found == remembered.end()) {
+    Intervals intervals;
+    if (const auto overlap = sort_written(tables, intervals)) return overlap;
+    if (remembered.size() >= kRememberedIntervals) remembered.clear();
+    found = remembered.emplace(addresses, std::move(intervals)).first;
+  }
+  const Intervals& written = found->second;
+
+  std::optional<Overlap> overlap;
+  for_each_tensor(tables, false, [&](const Interval& read) {
+    if (overlap) return;
+    // The first written tensor that ends behind the read one's beginning; those before cannot touch it.
+    const auto next =
+        std::upper_bound(written.begin(), written.end(), read.begin,
+                         [](std::uintptr_t begin, const Interval& interval) { return begin < interval.end; });
+    if (next == written.end() || next->begin >= read.end) return;
+    const bool same_place =
+        next->position.table == read.position.table && next->position.index == read.position.index;
+    if (next->begin == read.begin && next->end == read.end && same_place) return;
+    overlap = Overlap{next->position, read.position};
+  });
+  return overlap;
+}
+
+}  // namespace fused_adamw

@@ -1,0 +1,65 @@
+"""The compiled kernels. They check nothing that ``torch_library/checks.py`` checks: call those first."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+def initialize(exchange_api: Any, tensor_type: type, parameter_type: type) -> None:
+    """Tells the module how to read tensors: once, before any TensorTable is made."""
+
+def only_plain_tensors(lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether no tensor is of a subclass other than Parameter."""
+
+def same_objects(found: list[Any], expected: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+
+def same_entries(dicts: list[dict[str, Any]], key: str, expected: list[Any]) -> bool:
+    """Whether ``dicts[i][key] is expected[i]`` for all i, and there is none beyond."""
+
+class TensorTable:
+    """The tensors of one call, read through DLPack; valid while the caller holds the tensors.
+
+    ``op`` names the checks that the layout must pass, ``written[i]`` says that the tensors of ``lists[i]``
+    are written to. Raises what torch raises for a tensor without readable storage.
+    """
+
+    def __init__(self, op: str, lists: Sequence[Sequence[Tensor]], written: Sequence[bool]) -> None: ...
+    def layout_known(self) -> bool:
+        """Whether the same op, dtypes, devices, shapes and strides were remembered before."""
+
+    def remember_layout(self) -> None: ...
+
+class StepOptions:
+    """The options of one group of tensors, as numbers."""
+
+    def __init__(
+        self,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        eps: float,
+        grad_scale: float,
+        maximize: bool,
+    ) -> None: ...
+
+def find_overlap(
+    tables: Sequence[TensorTable],
+) -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
+    """The (table, list, index) of a written tensor and of another that shares memory with it."""
+
+def find_bad_step(tables: Sequence[TensorTable]) -> tuple[int, int] | None:
+    """The (table, index) of the first step counter that holds no count."""
+
+def adamw_step_in_place(tables: Sequence[TensorTable], options: Sequence[StepOptions], threads: int) -> None:
+    """One update of every table's tensors, and of their step counters, in one parallel region."""
+
+def adamw_step(old: TensorTable, updated: TensorTable, options: StepOptions, step: int, threads: int) -> None:
+    """One update of one tensor, written to other storage; ``step`` updates came before."""
+
+def has_openmp_runtime() -> bool: ...
+def cpu_capabilities() -> list[str]: ...
+def cpu_capability() -> str: ...
+def set_cpu_capability(name: str) -> None:
+    """Raises ValueError, which names the choices, where the processor lacks it."""

@@ -1,0 +1,282 @@
+"""The optimizer: ``torch.optim.AdamW`` with the whole update as one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, overload
+
+import torch
+from torch import Tensor
+
+from fused_adamw import _C
+from fused_adamw.options import DEFAULT_OPTIONS, Scalar
+from fused_adamw.torch_library import checks, step_inplace
+from fused_adamw.torch_library.checks import StepLists
+from fused_adamw.torch_library.library import AmpTensors, StepOptions
+from fused_adamw.torch_library.step_inplace import StepGroup
+
+ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+_OP = "fused_adamw.AdamW"
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW and AMSGrad, a drop-in for ``torch.optim.AdamW``.
+
+    The formula is that of ``csrc/adamw_update.h``; one launch updates all parameters of all groups. State and
+    ``state_dict`` are those of ``torch.optim.AdamW``, in both directions: train with one, go on with the
+    other.
+
+    Args:
+        params: Parameters, named parameters or parameter groups: float32, strided, on the CPU. Gradients may
+            be float32, float16 or bfloat16, with the parameter's shape and strides.
+        lr: Learning rate, at least 0; a number or a tensor of one element (float32 or float64) on the
+            parameters' device. A number too may change from step to step in a compiled step: its first
+            change compiles once more, the others do not.
+        betas: Decay rates of the two moments, each in [0, 1); numbers or tensors like ``lr``.
+        eps: Added to the denominator, at least 0. With 0, an element whose gradients were all 0 becomes NaN,
+            as in torch.
+        weight_decay: Decoupled weight decay, at least 0.
+        amsgrad: Divide by the running maximum of the second moment.
+        maximize: Ascend instead of descend.
+        capturable: Kept in the groups for ``torch.optim.AdamW``; the CPU has no graphs to capture.
+        foreach: Accepted so that calls written for ``torch.optim.AdamW`` work; there is one implementation.
+        fused: Accepted likewise.
+        differentiable: Must be False.
+
+    Raises:
+        ValueError: An option is out of range, or ``differentiable`` is asked for.
+        TypeError: A parameter is sparse, complex or of another dtype than float32.
+
+    ``step`` checks everything before it writes anything and raises as ``torch_library/checks.py`` says.
+    Works with ``torch.amp.GradScaler``, which leaves it to the step to divide out the scale and to skip.
+    """
+
+    # torch.amp.GradScaler: hand over grad_scale and found_inf, as attributes, instead of unscaling first.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Scalar = DEFAULT_OPTIONS.lr,
+        betas: tuple[Scalar, Scalar] = DEFAULT_OPTIONS.betas,
+        eps: float = DEFAULT_OPTIONS.eps,
+        weight_decay: float = DEFAULT_OPTIONS.weight_decay,
+        amsgrad: bool = DEFAULT_OPTIONS.amsgrad,
+        *,
+        maximize: bool = DEFAULT_OPTIONS.maximize,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        if differentiable:
+            raise ValueError(
+                f"{_OP}: differentiable is True; the update has no derivative, False is required"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "capturable": capturable,
+            **_TORCH_SWITCHES,
+        }
+        self._plan: _Plan | None = None
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group as ``torch.optim`` does, after checking its options and parameters."""
+        group = {**self.defaults, **param_group}
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        for i, param in enumerate(params):
+            tensor = param[1] if isinstance(param, tuple) else param
+            if isinstance(tensor, Tensor):  # torch refuses all else
+                checks.check_param_kind(_OP, f"params[{i}]", tensor)
+        beta1, beta2 = map(float, group["betas"])
+        checks.check_options(
+            _OP,
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        super().add_param_group({**param_group, "params": params})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a pickle, a copy or a loaded ``state_dict``, one of ``torch.optim.AdamW`` included."""
+        super().__setstate__(state)
+        self._plan = None
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            # How another implementation was told to compute does not concern this one.
+            group.update(_TORCH_SWITCHES)
+            for param in group["params"]:
+                if self.state.get(param):
+                    _normalise_state(self.state[param], param, group["amsgrad"])
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates all parameters that have a gradient.
+
+        Args:
+            closure: Evaluated first, with gradients enabled; its result is returned.
+
+        Raises:
+            TypeError, ValueError: A tensor or option is refused; nothing has been written then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [
+            StepGroup(lists, _step_options(group))
+            for group, lists in zip(self.param_groups, self._lists_of_groups(), strict=True)
+            if lists.params
+        ]
+        # Set by GradScaler for the length of this call.
+        amp = AmpTensors(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        step_inplace.apply(groups, amp)
+        return loss
+
+    def _lists_of_groups(self) -> list[StepLists]:
+        """The tensors of each group's update; from the plan where that still holds."""
+        if self._plan is not None and not torch.compiler.is_compiling():
+            planned = self._plan.lists(self.param_groups, self.state)
+            if planned is not None:
+                return planned
+        all_lists = []
+        for group in self.param_groups:
+            lists = StepLists([], [], [], [], [], [])
+            self._init_group(group, *lists)
+            all_lists.append(lists)
+        if not torch.compiler.is_compiling():
+            self._plan = _Plan(self.param_groups, self.state, all_lists)
+        return all_lists
+
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
+    ) -> None:
+        """Fills the lists of a group's update, and makes the states that are missing.
+
+        The name and the form are those of ``torch.optim``: Dynamo runs a method of this name instead of
+        tracing it, and takes what it put into the lists as inputs at static addresses.
+        """
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            _complete_state(state, param, group["amsgrad"])
+            params.append(param)
+            grads.append(param.grad)
+            exp_avgs.append(state["exp_avg"])
+            exp_avg_sqs.append(state["exp_avg_sq"])
+            if group["amsgrad"]:
+                max_exp_avg_sqs.append(state["max_exp_avg_sq"])
+            state_steps.append(state["step"])
+
+
+# The keys of torch.optim.AdamW's groups that choose among its implementations, so that it can load ours.
+_TORCH_SWITCHES = {"foreach": None, "fused": None, "differentiable": False, "decoupled_weight_decay": True}
+
+
+class _GroupPlan:
+    """The part of a plan that belongs to one group."""
+
+    def __init__(self, group: dict[str, Any], state: dict[Tensor, dict[str, Any]], lists: StepLists) -> None:
+        self._amsgrad = group["amsgrad"]
+        self._params = list(group["params"])
+        self._without_grad = [param.grad is None for param in self._params]
+        self._states = [state[param] for param in lists.params]
+        self._lists = lists
+
+    def lists(self, group: dict[str, Any]) -> StepLists | None:
+        """The lists with the gradients of now, or None where the plan no longer holds."""
+        lists = self._lists
+        grads = [param.grad for param in group["params"]]
+        if (
+            group["amsgrad"] != self._amsgrad
+            or not _C.same_objects(group["params"], self._params)
+            or [grad is None for grad in grads] != self._without_grad
+            or not _C.same_entries(self._states, "step", lists.state_steps)
+            or not _C.same_entries(self._states, "exp_avg", lists.exp_avgs)
+            or not _C.same_entries(self._states, "exp_avg_sq", lists.exp_avg_sqs)
+            or (self._amsgrad and not _C.same_entries(self._states, "max_exp_avg_sq", lists.max_exp_avg_sqs))
+        ):
+            return None
+        return lists._replace(grads=[grad for grad in grads if grad is not None])
+
+
+class _Plan:
+    """What an update needs besides the gradients, kept from one step to the next.
+
+    Looking up the states of hundreds of parameters anew costs more than the kernel. The plan compares object
+    identities instead, so that any change of a group, of the state or of an entry is noticed. What lies
+    behind an object (its storage, shape, dtype) is read anew in each step.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], lists: list[StepLists]
+    ) -> None:
+        # Comparing keys by identity spares the calls of Tensor.__hash__ that looking them up costs.
+        self._state_keys = list(state)
+        self._state_values = list(state.values())
+        self._groups = [_GroupPlan(group, state, own) for group, own in zip(groups, lists, strict=True)]
+
+    def lists(
+        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
+    ) -> list[StepLists] | None:
+        """Each group's lists with the gradients of now, or None where the plan no longer holds."""
+        if (
+            len(groups) != len(self._groups)
+            or not _C.same_objects(list(state), self._state_keys)
+            or not _C.same_objects(list(state.values()), self._state_values)
+        ):
+            return None
+        all_lists = []
+        for plan, group in zip(self._groups, groups, strict=True):
+            lists = plan.lists(group)
+            if lists is None:
+                return None
+            all_lists.append(lists)
+        return all_lists
+
+
+def _step_options(group: dict[str, Any]) -> StepOptions:
+    beta1, beta2 = group["betas"]
+    return StepOptions(group["lr"], beta1, beta2, group["weight_decay"], group["eps"], group["maximize"])
+
+
+def _complete_state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> None:
+    """Adds what a parameter's state lacks: all of it before the first update, or the maximum."""
+    # Zeros, though the kernels could do without: a skipped first step must leave a state that can be saved
+    # and that torch.optim.AdamW goes on from.
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name not in state:
+            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    if amsgrad and "max_exp_avg_sq" not in state:
+        state["max_exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+
+def _normalise_state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> None:
+    """Brings a loaded state to the form that the kernels read; values stay."""
+    step = state.get("step", 0)
+    state["step"] = torch.as_tensor(step, dtype=torch.float32).to(param.device).reshape(())
+    _complete_state(state, param, amsgrad)

@@ -1,0 +1,9 @@
+"""The operators ``torch.ops.fused_adamw.*``: importing this package registers them.
+
+One file per op holds its schema, its fake (the shapes, dtypes and strides that it returns), its
+implementation and its documentation. ``checks.py`` holds every refusal.
+"""
+
+from fused_adamw.torch_library import step, step_inplace
+
+__all__ = ["step", "step_inplace"]

@@ -1,0 +1,234 @@
+"""Everything that an op refuses, once, with its message.
+
+Each function takes the op's name and raises before anything is written: TypeError for a wrong dtype or
+layout kind, ValueError for a wrong value, shape, stride, device or memory, RuntimeError for a use that
+autograd would have to follow. A message names the argument and the tensor's index, what was found and what is
+required. The same functions serve the fakes, so shapes may be symbolic: those are compared by
+``torch._check_value``, which a tracer understands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("cpu",)
+PARAM_DTYPES = (torch.float32,)
+MOMENT_DTYPES = (torch.float32,)
+GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SCALAR_DTYPES = (torch.float32, torch.float64)
+STEP_DTYPES = (torch.float32, torch.float64, torch.int64)
+STEP_COUNTER_DTYPES = (torch.float32,)  # as torch.optim keeps them
+FOUND_INF_DTYPES = (torch.float32, torch.float64, torch.bool)
+
+LEAST_GRAD_SCALE = 2.0**-128 + 2.0**-149
+"""The least float32 whose reciprocal is finite in float32: the first one above 2^-128."""
+
+
+class StepLists(NamedTuple):
+    """The tensors of a step, list by list: element i of each belongs to parameter i.
+
+    ``max_exp_avg_sqs`` is empty without AMSGrad.
+    """
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    exp_avgs: Sequence[Tensor]
+    exp_avg_sqs: Sequence[Tensor]
+    max_exp_avg_sqs: Sequence[Tensor]
+    state_steps: Sequence[Tensor]
+
+
+def check_options(op: str, *, lr: float, beta1: float, beta2: float, weight_decay: float, eps: float) -> None:
+    """Refuses options that are not finite or out of range (ValueError)."""
+    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{op}: {name} is {value}; a finite number of at least 0 is required")
+    for name, value in (("beta1", beta1), ("beta2", beta2)):
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{op}: {name} is {value}; a number of at least 0 and below 1 is required")
+
+
+def check_grad_scale(op: str, value: float) -> None:
+    """Refuses a gradient scale that cannot be divided out in float32 (ValueError)."""
+    if not LEAST_GRAD_SCALE <= value <= torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"{op}: grad_scale is {value}; a positive finite number whose reciprocal is finite in float32 "
+            "is required"
+        )
+
+
+def check_step_count(op: str, name: str, value: float) -> None:
+    """Refuses a number of completed updates that is no count (ValueError)."""
+    if not (0 <= value < 2**63 - 1 and value == math.floor(value)):
+        raise ValueError(
+            f"{op}: {name} is {value}; a whole number of at least 0 and below 2^63 - 1 is required"
+        )
+
+
+def check_scalar_tensor(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuses a tensor that holds no single number (TypeError, ValueError)."""
+    _check_dtype(op, name, tensor, dtypes)
+    if tuple(tensor.shape) not in ((), (1,)):
+        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; shape () or (1,) is required")
+
+
+def check_same_device(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    """Refuses a tensor on another device than the parameters (ValueError)."""
+    if tensor.device != device:
+        raise ValueError(
+            f"{op}: {name} is on {tensor.device}; {device}, where the parameters are, is required"
+        )
+
+
+def check_backend(op: str, device: torch.device) -> None:
+    """Refuses a device that this version has no kernels for (ValueError)."""
+    if device.type not in BACKENDS:
+        raise ValueError(
+            f"{op}: the parameters are on {device}; a device of type {_one_of(BACKENDS)} is required"
+        )
+
+
+def refuse_autograd(op: str, arguments: Mapping[str, Tensor | Sequence[Tensor] | None]) -> None:
+    """Refuses tensors that autograd would have to follow through the op (RuntimeError)."""
+    if not torch.is_grad_enabled():
+        return
+    for name, argument in arguments.items():
+        single = isinstance(argument, Tensor)
+        for i, tensor in enumerate([argument] if single else argument or ()):
+            if tensor.requires_grad:
+                raise RuntimeError(
+                    f"{op} has no derivative, by design, and {name if single else f'{name}[{i}]'} requires "
+                    "grad; call it under torch.no_grad(), or pass detached tensors"
+                )
+
+
+def check_param_kind(op: str, name: str, param: Tensor) -> None:
+    """Refuses a parameter that no layout or device could make right (TypeError)."""
+    _check_strided(op, name, param)
+    _check_dtype(op, name, param, PARAM_DTYPES)
+
+
+def check_step_lists(op: str, lists: StepLists) -> None:
+    """Refuses lists that do not fit together, or tensors that the kernels cannot read.
+
+    float32 parameters and moments; gradients of a dtype in ``GRAD_DTYPES``; per parameter one shape, and one
+    set of strides that leaves no hole and no overlap; step counters of one float32 element; one device.
+    """
+    count = len(lists.params)
+    for name, tensors in zip(lists._fields, lists, strict=True):
+        if len(tensors) != count and not (name == "max_exp_avg_sqs" and len(tensors) == 0):
+            raise ValueError(f"{op}: {name} has {len(tensors)} tensors; {count}, as params, is required")
+    if count == 0:
+        return
+    device = lists.params[0].device
+    for i, (param, step) in enumerate(zip(lists.params, lists.state_steps, strict=True)):
+        _check_dense(op, f"params[{i}]", param, device)
+        _check_like(op, f"grads[{i}]", lists.grads[i], GRAD_DTYPES, param)
+        for name in ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+            moments: Sequence[Tensor] = getattr(lists, name)
+            if moments:
+                _check_like(op, f"{name}[{i}]", moments[i], MOMENT_DTYPES, param)
+        _check_strided(op, f"state_steps[{i}]", step)
+        check_scalar_tensor(op, f"state_steps[{i}]", step, STEP_COUNTER_DTYPES)
+        check_same_device(op, f"state_steps[{i}]", step, device)
+
+
+def check_step_tensors(op: str, param: Tensor, grad: Tensor, moments: dict[str, Tensor | None]) -> None:
+    """The same for the out-of-place ops; moments are all given, or all None before the first update."""
+    _check_dense(op, "param", param, param.device)
+    _check_like(op, "grad", grad, GRAD_DTYPES, param)
+    given = [name for name, tensor in moments.items() if tensor is not None]
+    if given and len(given) < len(moments):
+        missing = [name for name in moments if name not in given]
+        raise ValueError(
+            f"{op}: {', '.join(given)} given without {', '.join(missing)}; all of the state, or None for all "
+            "before the first update, is required"
+        )
+    for name, tensor in moments.items():
+        if tensor is not None:
+            _check_like(op, name, tensor, MOMENT_DTYPES, param)
+
+
+def overlap_error(op: str, written: str, other: str) -> ValueError:
+    """The error for two arguments that share memory though ``written`` is written."""
+    return ValueError(
+        f"{op}: {written} and {other} share memory; a tensor that is written may share memory with no other "
+        "tensor (a gradient that is exactly a tensor of its own parameter may)"
+    )
+
+
+def _check_strided(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"{op}: {name} has layout {tensor.layout}; a dense tensor (torch.strided) is required"
+        )
+    if tensor.is_neg():
+        raise ValueError(
+            f"{op}: {name} is a lazily negated view; a plain tensor, as resolve_neg() makes, is required"
+        )
+
+
+def _check_dtype(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{op}: {name} has dtype {tensor.dtype}; {_one_of(dtypes)} is required")
+
+
+def _check_dense(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    check_param_kind(op, name, tensor)
+    check_same_device(op, name, tensor, device)
+    if not _is_dense(tensor):
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; strides without "
+            "holes or overlap (contiguous, or a permutation of it) are required"
+        )
+
+
+def _check_like(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], param: Tensor) -> None:
+    _check_strided(op, name, tensor)
+    _check_dtype(op, name, tensor, dtypes)
+    check_same_device(op, name, tensor, param.device)
+
+    def shapes() -> str:
+        required = f"{tuple(param.shape)}, the parameter's, is required"
+        return f"{op}: {name} has shape {tuple(tensor.shape)}; {required}"
+
+    torch._check_value(tensor.dim() == param.dim(), shapes)
+    for size, required in zip(tensor.shape, param.shape, strict=True):
+        torch._check_value(size == required, shapes)
+    if not _same_strides(tensor, param):
+        raise ValueError(
+            f"{op}: {name} has strides {tensor.stride()}; {param.stride()}, the parameter's, are required"
+        )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, each once, in any order of the dimensions."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _same_strides(tensor: Tensor, param: Tensor) -> bool:
+    """Whether equal indices lie at equal offsets; the stride of a dimension of size 1 means nothing."""
+    if tensor.stride() == param.stride() or param.numel() == 0:
+        return True
+    return all(
+        size == 1 or stride == required
+        for size, stride, required in zip(param.shape, tensor.stride(), param.stride(), strict=True)
+    )
+
+
+def _one_of(choices: Sequence[object]) -> str:
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
