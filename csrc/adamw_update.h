@@ -15,9 +15,11 @@
 #if defined(__CUDACC__)
 #define FUSED_ADAMW_FUNCTION static __device__ __forceinline__
 #define FUSED_ADAMW_SQRT(x) __fsqrt_rn(x)
+#define FUSED_ADAMW_SQRT_DOUBLE(x) __dsqrt_rn(x)
 #else
 #define FUSED_ADAMW_FUNCTION static inline __attribute__((always_inline))
 #define FUSED_ADAMW_SQRT(x) __builtin_sqrtf(x)
+#define FUSED_ADAMW_SQRT_DOUBLE(x) __builtin_sqrt(x)
 #endif
 
 namespace fused_adamw {
@@ -26,6 +28,7 @@ namespace fused_adamw {
 struct UpdateScalars {
   float inverse_scale;     // 1 / grad_scale; negative for maximize: a product's sign is exact
   float clip;              // clip coefficient; 1 where clipping is off, and a product with 1 is exact
+  float clip_scale;        // 1, or the power of two that was taken out of a clip too small for float32
   float decay;             // 1 - lr * weight_decay
   float beta1_complement;  // 1 - beta1
   float beta2;
@@ -50,6 +53,7 @@ template <bool kAmsgrad>
 FUSED_ADAMW_FUNCTION Element adamw_update(Element old, float grad, const UpdateScalars& scalars) {
   float g = grad * scalars.inverse_scale;
   g = g * scalars.clip;
+  g = g * scalars.clip_scale;
   const float decayed = old.param * scalars.decay;
   const float exp_avg = old.exp_avg + scalars.beta1_complement * (g - old.exp_avg);
   const float exp_avg_sq = scalars.beta2 * old.exp_avg_sq + scalars.beta2_complement * (g * g);

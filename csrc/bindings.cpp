@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "cpu/adamw_step.h"
+#include "cpu/float_environment.h"
+#include "cpu/gradient_stats.h"
 #include "cpu/instruction_set.h"
 #include "cpu/parallel.h"
 #include "dlpack_abi.h"
@@ -107,13 +109,22 @@ dlpack::Tensor read_tensor(PyObject* object) {
   return tensor;
 }
 
+// Whether the storage holds the negated values, which DLPack does not tell. Such a view, the imaginary part of
+// a conjugate, steps over the real parts: only with one element can its strides pass the checks.
+bool is_negated(PyObject* tensor) {
+  return py::reinterpret_borrow<py::object>(tensor).attr("is_neg")().cast<bool>();
+}
+
 TensorTable read_table(const std::string& op, const py::sequence& lists, const std::vector<bool>& written) {
   if (lists.size() != written.size()) throw py::value_error("lists and written must have equal lengths");
   TensorTable table(op);
   for (std::size_t l = 0; l < written.size(); ++l) {
     const py::object list = fast_sequence(py::object(lists[l]));
     table.begin_list(written[l], static_cast<std::size_t>(PySequence_Fast_GET_SIZE(list.ptr())));
-    for_each_item(list, [&](PyObject* item) { table.add(read_tensor(item)); });
+    for_each_item(list, [&](PyObject* item) {
+      // What is written needs no look: the dispatcher refuses such views, and so does the optimizer.
+      if (table.add(read_tensor(item)) == 1 && !written[l]) table.add_to_layout(is_negated(item));
+    });
   }
   return table;
 }
@@ -165,6 +176,23 @@ std::optional<std::tuple<std::size_t, std::size_t>> find_bad_step(
   return std::nullopt;
 }
 
+// The scalars in IEEE arithmetic: where subnormals are flushed, a tiny step size would become 0.
+UpdateScalars ieee_update_scalars(StepOptions options, long long step) {
+  const cpu::IeeeFloatEnvironment ieee;
+  cpu::fence_arithmetic(options);
+  UpdateScalars scalars = update_scalars(options, step);
+  cpu::fence_arithmetic(scalars);
+  return scalars;
+}
+
+float ieee_inverse_grad_scale(double grad_scale) {
+  const cpu::IeeeFloatEnvironment ieee;
+  cpu::fence_arithmetic(grad_scale);
+  float inverse_scale = inverse_grad_scale(grad_scale);
+  cpu::fence_arithmetic(inverse_scale);
+  return inverse_scale;
+}
+
 void adamw_step_in_place(const std::vector<const TensorTable*>& tables,
                          const std::vector<StepOptions>& options, int threads) {
   std::vector<cpu::TensorUpdate> updates;
@@ -179,7 +207,7 @@ void adamw_step_in_place(const std::vector<const TensorTable*>& tables,
       float& counter = *static_cast<float*>(steps[i].data);
       const long long step = static_cast<long long>(counter) + 1;
       counter += 1.0f;
-      if (step != last_step) scalars = update_scalars(options[t], step);
+      if (step != last_step) scalars = ieee_update_scalars(options[t], step);
       last_step = step;
       updates.push_back(tensor_update(table, table, i, scalars));
     }
@@ -188,19 +216,57 @@ void adamw_step_in_place(const std::vector<const TensorTable*>& tables,
   cpu::adamw_step(updates, threads);
 }
 
-void adamw_step(const TensorTable& old, const TensorTable& updated, const StepOptions& options,
-                long long step, int threads) {
-  const std::vector<cpu::TensorUpdate> updates = {
-      tensor_update(old, updated, 0, update_scalars(options, step + 1))};
+// Entry k is the tensor of olds[k] and updateds[k], after steps[k] complete updates.
+void adamw_step(const std::vector<const TensorTable*>& olds, const std::vector<const TensorTable*>& updateds,
+                const std::vector<StepOptions>& options, const std::vector<long long>& steps, int threads) {
+  std::vector<cpu::TensorUpdate> updates;
+  updates.reserve(olds.size());
+  for (std::size_t k = 0; k < olds.size(); ++k) {
+    const UpdateScalars scalars = ieee_update_scalars(options[k], steps[k] + 1);
+    updates.push_back(tensor_update(*olds[k], *updateds[k], 0, scalars));
+  }
   const py::gil_scoped_release release;
   cpu::adamw_step(updates, threads);
+}
+
+void analyze_gradients(const TensorTable& table, double grad_scale, int threads) {
+  // The order of the lists: gradients, rows.
+  std::vector<cpu::Gradient> gradients;
+  gradients.reserve(table.tensors(0).size());
+  for (const TensorView& grad : table.tensors(0)) {
+    gradients.push_back({grad.size, grad.data, gradient_type(grad.dtype)});
+  }
+  auto* const rows = static_cast<StatsRow*>(table.tensors(1)[0].data);
+  const py::gil_scoped_release release;
+  cpu::analyze_gradients(gradients, ieee_inverse_grad_scale(grad_scale), rows, threads);
+}
+
+// The order of the lists of both merges: rows, then what is written.
+StatsRow* rows_of(const TensorTable& table, std::size_t list) {
+  return static_cast<StatsRow*>(table.tensors(list)[0].data);
+}
+
+constexpr std::int64_t kValuesPerRow = sizeof(StatsRow) / sizeof(float);
+
+void merge_rows(const TensorTable& table) {
+  cpu::merge_rows(rows_of(table, 0), table.tensors(0)[0].size / kValuesPerRow, rows_of(table, 1));
+}
+
+void merge_all_rows(const TensorTable& table, bool hierarchical) {
+  const std::int64_t count = table.tensors(0)[0].size / kValuesPerRow;
+  const py::gil_scoped_release release;
+  if (hierarchical) {
+    cpu::merge_all_rows_by_stages(rows_of(table, 0), count, rows_of(table, 1), rows_of(table, 2));
+  } else {
+    cpu::merge_all_rows_serially(rows_of(table, 0), count, rows_of(table, 2));
+  }
 }
 
 using Position = std::tuple<std::size_t, std::size_t, std::size_t>;
 
 std::optional<std::tuple<Position, Position>> find_overlap_positions(
-    const std::vector<const TensorTable*>& tables) {
-  const auto overlap = find_overlap(tables);
+    const std::vector<const TensorTable*>& tables, bool elementwise) {
+  const auto overlap = find_overlap(tables, elementwise);
   if (!overlap) return std::nullopt;
   const auto position = [](const TensorPosition& p) { return Position{p.table, p.list, p.index}; };
   return std::make_tuple(position(overlap->written), position(overlap->other));
@@ -234,18 +300,30 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](double lr, double beta1, double beta2, double weight_decay, double eps,
-                       double grad_scale, bool maximize) {
-             return StepOptions{lr, beta1, beta2, weight_decay, eps, grad_scale, maximize};
+                       double grad_scale, double clip, bool maximize) {
+             return StepOptions{lr, beta1, beta2, weight_decay, eps, grad_scale, clip, maximize};
            }),
            py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("weight_decay"), py::arg("eps"),
-           py::arg("grad_scale"), py::arg("maximize"));
+           py::arg("grad_scale"), py::arg("clip"), py::arg("maximize"));
 
-  m.def("find_overlap", &find_overlap_positions, py::arg("tables"));
+  m.def("find_overlap", &find_overlap_positions, py::arg("tables"), py::arg("elementwise"));
   m.def("find_bad_step", &find_bad_step, py::arg("tables"));
   m.def("adamw_step_in_place", &adamw_step_in_place, py::arg("tables"), py::arg("options"),
         py::arg("threads"));
-  m.def("adamw_step", &adamw_step, py::arg("old"), py::arg("updated"), py::arg("options"), py::arg("step"),
+  m.def("adamw_step", &adamw_step, py::arg("olds"), py::arg("updateds"), py::arg("options"), py::arg("steps"),
         py::arg("threads"));
+
+  m.attr("ELEMENTS_PER_ROW") = kElementsPerRow;
+  m.attr("ROWS_PER_MERGE") = kRowsPerMerge;
+  m.def("analyze_gradients", &analyze_gradients, py::arg("table"), py::arg("grad_scale"), py::arg("threads"));
+  m.def("merge_rows", &merge_rows, py::arg("table"));
+  m.def("merge_all_rows", &merge_all_rows, py::arg("table"), py::arg("hierarchical"));
+  m.def(
+      "clip_coefficient",
+      [](const std::array<float, 3>& report, double max_norm, double epsilon) {
+        return clip_coefficient({report[0], report[1], report[2]}, max_norm, epsilon);
+      },
+      py::arg("report"), py::arg("max_norm"), py::arg("epsilon"));
 
   m.def("has_openmp_runtime", &cpu::has_openmp_runtime);
   m.def("cpu_capabilities", &cpu_capabilities);

@@ -78,7 +78,7 @@ void TensorTable::begin_list(bool written, std::size_t size) {
   layout_.add(written);
 }
 
-void TensorTable::add(const dlpack::Tensor& tensor) {
+std::int64_t TensorTable::add(const dlpack::Tensor& tensor) {
   layout_.add(static_cast<std::uint64_t>(tensor.ndim) << 32 | tensor.dtype.lanes << 16 |
               tensor.dtype.bits << 8 | tensor.dtype.code);
   layout_.add(static_cast<std::uint64_t>(tensor.device.type) << 32 |
@@ -91,6 +91,7 @@ void TensorTable::add(const dlpack::Tensor& tensor) {
   }
   lists_.back().tensors.push_back({static_cast<char*>(tensor.data) + tensor.byte_offset, size,
                                    size * (tensor.dtype.bits / 8), tensor.dtype});
+  return size;
 }
 
 const std::vector<TensorView>& TensorTable::tensors(std::size_t list) const {
@@ -105,7 +106,7 @@ void TensorTable::remember_layout() const {
   known_layouts().insert(layout_);
 }
 
-std::optional<Overlap> find_overlap(const std::vector<const TensorTable*>& tables) {
+std::optional<Overlap> find_overlap(const std::vector<const TensorTable*>& tables, bool elementwise) {
   // Parameters and states keep their addresses, so sorting them is done once per set of addresses.
   static std::unordered_map<Fingerprint, Intervals, FingerprintHash> remembered;
   Fingerprint addresses;
@@ -134,7 +135,7 @@ std::optional<Overlap> find_overlap(const std::vector<const TensorTable*>& table
     if (next == written.end() || next->begin >= read.end) return;
     const bool same_place =
         next->position.table == read.position.table && next->position.index == read.position.index;
-    if (next->begin == read.begin && next->end == read.end && same_place) return;
+    if (elementwise && same_place && next->begin == read.begin && next->end == read.end) return;
     overlap = Overlap{next->position, read.position};
   });
   return overlap;

@@ -44,7 +44,11 @@ class TensorTable {
   explicit TensorTable(std::string_view op);
 
   void begin_list(bool written, std::size_t size);
-  void add(const dlpack::Tensor& tensor);
+  // Returns the number of elements.
+  std::int64_t add(const dlpack::Tensor& tensor);
+
+  // Makes what DLPack does not tell of the last tensor a part of the layout.
+  void add_to_layout(std::uint64_t word) { layout_.add(word); }
 
   const std::vector<List>& lists() const { return lists_; }
 
@@ -71,9 +75,9 @@ struct Overlap {
   TensorPosition other;
 };
 
-// Two tensors that share memory though one of them is written, or nothing. Right and therefore no overlap: a
-// read tensor that is exactly a written one at the same place of the same table, for an update reads an
-// element before it writes it. The layouts must have been checked: tensors are taken as dense.
-std::optional<Overlap> find_overlap(const std::vector<const TensorTable*>& tables);
+// Two tensors that share memory though one of them is written, or nothing. The layouts must have been
+// checked: tensors are taken as dense. With `elementwise` a read tensor may be exactly a written one at the
+// same place of the same table, for such an op reads an element before it writes it.
+std::optional<Overlap> find_overlap(const std::vector<const TensorTable*>& tables, bool elementwise);
 
 }  // namespace fused_adamw

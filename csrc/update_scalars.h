@@ -3,12 +3,6 @@
 
 #include "adamw_update.h"
 
-#if defined(__CUDACC__)
-#define FUSED_ADAMW_SQRT_DOUBLE(x) __dsqrt_rn(x)
-#else
-#define FUSED_ADAMW_SQRT_DOUBLE(x) __builtin_sqrt(x)
-#endif
-
 namespace fused_adamw {
 
 // The options of one parameter group, as a user gives them.
@@ -19,6 +13,7 @@ struct StepOptions {
   double weight_decay;
   double eps;
   double grad_scale;  // the gradients were multiplied by it; 1 where there is none
+  double clip;        // the gradients are to be multiplied by it, at most 1; 1 where clipping is off
   bool maximize;
 };
 
@@ -33,12 +28,21 @@ FUSED_ADAMW_FUNCTION double beta_power(double beta, long long t) {
   return power;
 }
 
+// What gradients that were multiplied by `grad_scale` are multiplied by: its reciprocal in FP32.
+FUSED_ADAMW_FUNCTION float inverse_grad_scale(double grad_scale) {
+  return 1.0f / static_cast<float>(grad_scale);
+}
+
 // The scalars of update number `t` (1 for the first).
 FUSED_ADAMW_FUNCTION UpdateScalars update_scalars(const StepOptions& options, long long t) {
-  const float inverse_scale = 1.0f / static_cast<float>(options.grad_scale);
+  const float inverse_scale = inverse_grad_scale(options.grad_scale);
   UpdateScalars scalars;
   scalars.inverse_scale = options.maximize ? -inverse_scale : inverse_scale;
-  scalars.clip = 1.0f;
+  // A clip below the normal numbers would lose its bits in float32; the product with a power of two that
+  // follows does not. 2^126 keeps the first factor below 1, so that no gradient overflows in between.
+  const bool tiny = options.clip < 0x1.0p-126;
+  scalars.clip = static_cast<float>(tiny ? options.clip * 0x1.0p126 : options.clip);
+  scalars.clip_scale = tiny ? 0x1.0p-126f : 1.0f;
   scalars.decay = static_cast<float>(1.0 - options.lr * options.weight_decay);
   scalars.beta1_complement = static_cast<float>(1.0 - options.beta1);
   scalars.beta2 = static_cast<float>(options.beta2);

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_adamw.stats_plan import MAX_ROWS, ROW_ELEMENTS
+
 BACKENDS = ("cpu",)
 PARAM_DTYPES = (torch.float32,)
 MOMENT_DTYPES = (torch.float32,)
@@ -24,6 +26,8 @@ SCALAR_DTYPES = (torch.float32, torch.float64)
 STEP_DTYPES = (torch.float32, torch.float64, torch.int64)
 STEP_COUNTER_DTYPES = (torch.float32,)  # as torch.optim keeps them
 FOUND_INF_DTYPES = (torch.float32, torch.float64, torch.bool)
+
+REPORT_SHAPE = (ROW_ELEMENTS,)
 
 LEAST_GRAD_SCALE = 2.0**-128 + 2.0**-149
 """The least float32 whose reciprocal is finite in float32: the first one above 2^-128."""
@@ -51,6 +55,20 @@ def check_options(op: str, *, lr: float, beta1: float, beta2: float, weight_deca
     for name, value in (("beta1", beta1), ("beta2", beta2)):
         if not 0.0 <= value < 1.0:
             raise ValueError(f"{op}: {name} is {value}; a number of at least 0 and below 1 is required")
+
+
+def check_guard(op: str, max_norm: float | None, epsilon: float) -> None:
+    """Refuses clipping options out of range (ValueError); an infinite ``max_norm`` never clips."""
+    if max_norm is not None and not max_norm >= 0.0:
+        raise ValueError(f"{op}: max_norm is {max_norm}; a number of at least 0, or None, is required")
+    if not 0.0 <= epsilon < math.inf:
+        raise ValueError(f"{op}: epsilon is {epsilon}; a finite number of at least 0 is required")
+
+
+def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuses what is none of the choices (ValueError)."""
+    if value not in choices:
+        raise ValueError(f"{op}: {name} is {value!r}; {_one_of([repr(c) for c in choices])} is required")
 
 
 def check_grad_scale(op: str, value: float) -> None:
@@ -154,6 +172,44 @@ def check_step_tensors(op: str, param: Tensor, grad: Tensor, moments: dict[str, 
             _check_like(op, name, tensor, MOMENT_DTYPES, param)
 
 
+def check_gradients(op: str, grads: Sequence[Tensor]) -> None:
+    """Refuses gradients that cannot be read in the order of their memory."""
+    for i, grad in enumerate(grads):
+        _check_strided(op, f"grads[{i}]", grad)
+        _check_dtype(op, f"grads[{i}]", grad, GRAD_DTYPES)
+        check_same_device(op, f"grads[{i}]", grad, grads[0].device)
+        _check_no_holes(op, f"grads[{i}]", grad)
+
+
+def check_buffer(op: str, name: str, buffer: Tensor, shape: Sequence[int]) -> None:
+    """Refuses storage that is not contiguous float32 of exactly this shape."""
+    _check_strided(op, name, buffer)
+    _check_dtype(op, name, buffer, (torch.float32,))
+
+    def message() -> str:
+        return f"{op}: {name} has shape {tuple(buffer.shape)}; {tuple(shape)} is required"
+
+    torch._check_value(buffer.dim() == len(shape), message)
+    for size, required in zip(buffer.shape, shape, strict=True):
+        torch._check_value(size == required, message)
+    if not buffer.is_contiguous():
+        raise ValueError(f"{op}: {name} has strides {buffer.stride()}; a contiguous tensor is required")
+
+
+def check_rows(op: str, name: str, rows: Tensor, count: int | None = None) -> None:
+    """Refuses what is no rows of statistics, or not ``count`` of them."""
+    if count is None:
+        if rows.dim() != 2:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(rows.shape)}; (number of rows, {ROW_ELEMENTS}) is required"
+            )
+        count = rows.shape[0]
+        torch._check_value(
+            count <= MAX_ROWS, lambda: f"{op}: {name} has {count} rows; {MAX_ROWS} at most are required"
+        )
+    check_buffer(op, name, rows, (count, ROW_ELEMENTS))
+
+
 def overlap_error(op: str, written: str, other: str) -> ValueError:
     """The error for two arguments that share memory though ``written`` is written."""
     return ValueError(
@@ -181,6 +237,10 @@ def _check_dtype(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtyp
 def _check_dense(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
     check_param_kind(op, name, tensor)
     check_same_device(op, name, tensor, device)
+    _check_no_holes(op, name, tensor)
+
+
+def _check_no_holes(op: str, name: str, tensor: Tensor) -> None:
     if not _is_dense(tensor):
         raise ValueError(
             f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; strides without "

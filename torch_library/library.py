@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +22,20 @@ _C.initialize(torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Par
 
 
 def register(schema: str, *, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Defines an op with its implementation for the CPU and its fake.
+    """Defines an op with its implementation and its fake.
 
     ``torch.library.Library`` rather than ``torch.library.custom_op``: a call with hundreds of tensors costs a
     fifth. What ``custom_op`` would do on top is done here and in ``checks.py``: implementations bump the
     version counters of what they write, and refuse tensors that autograd would have to follow.
 
     The kernels read tensors of one call at equal strides, so a compiler must keep those that it traced with.
+
+    The implementation stands for every backend: empty lists, which have none, reach it, and so do sparse
+    tensors and devices without kernels, which the checks refuse in a sentence.
     """
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     name = schema.partition("(")[0]
-    _library.impl(name, implementation, "CPU")
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
@@ -64,13 +67,13 @@ class StepOptions(NamedTuple):
         for name in ("lr", "beta1", "beta2"):
             check_option_tensor(op, name, getattr(self, name), device)
 
-    def numbers(self, op: str, grad_scale: float) -> _C.StepOptions:
+    def numbers(self, op: str, grad_scale: float, clip: float = 1.0) -> _C.StepOptions:
         """The values, checked. Reads CPU tensors only, so it waits for no device."""
         lr, beta1, beta2 = float(self.lr), float(self.beta1), float(self.beta2)
         checks.check_options(
             op, lr=lr, beta1=beta1, beta2=beta2, weight_decay=self.weight_decay, eps=self.eps
         )
-        return _C.StepOptions(lr, beta1, beta2, self.weight_decay, self.eps, grad_scale, self.maximize)
+        return _C.StepOptions(lr, beta1, beta2, self.weight_decay, self.eps, grad_scale, clip, self.maximize)
 
 
 def check_option_tensor(
@@ -82,6 +85,7 @@ def check_option_tensor(
 ) -> None:
     """Refuses a tensor in the place of a number that is no single number on the parameters' device."""
     if isinstance(value, Tensor):
+        checks.refuse_autograd(op, {name: value})
         checks.check_scalar_tensor(op, name, value, dtypes)
         checks.check_same_device(op, name, value, device)
 
@@ -144,6 +148,32 @@ def read_table(
     return table
 
 
+def refuse_overlap(
+    op: str,
+    tables: Sequence[_C.TensorTable],
+    names: Sequence[str],
+    *,
+    elementwise: bool = False,
+) -> None:
+    """Refuses a written tensor that shares memory with another; ``names`` are those of a table's lists.
+
+    ``elementwise``: a tensor that is read may be exactly one that is written, at the same index.
+    """
+    overlap = _C.find_overlap(tables, elementwise)
+    if overlap is not None:
+        written, other = (
+            f"{names[field]}[{i}]" + (f" of group {table}" if len(tables) > 1 else "")
+            for table, field, i in overlap
+        )
+        raise checks.overlap_error(op, written, other)
+
+
+def bump_versions(written: Iterable[Sequence[Tensor]]) -> None:
+    """Tells autograd that these are about to change; ops of ``Library.impl`` have to do so themselves."""
+    for tensors in written:
+        torch.autograd.graph.increment_version(tensors)
+
+
 def is_intercepted() -> bool:
     """Whether something watches or replaces op calls, so that they must go through the dispatcher.
 
@@ -167,6 +197,20 @@ def scalar_tensor(value: Scalar, device: torch.device) -> Tensor:
     # only where a tensor operation takes it; as the argument of a factory it would be a constant, and each
     # new value a new compilation. The product with 1 is exact.
     return torch.ones((), dtype=torch.float64, device=device) * value
+
+
+def tensor_arguments(options: StepOptions, amp: AmpTensors, device: torch.device) -> dict[str, Any]:
+    """The options as the keyword arguments of an op's tensor overload."""
+    return {
+        "lr": scalar_tensor(options.lr, device),
+        "beta1": scalar_tensor(options.beta1, device),
+        "beta2": scalar_tensor(options.beta2, device),
+        "weight_decay": options.weight_decay,
+        "eps": options.eps,
+        "maximize": options.maximize,
+        "grad_scale": None if amp.grad_scale is None else scalar_tensor(amp.grad_scale, device),
+        "found_inf": amp.found_inf,
+    }
 
 
 def cpu_threads() -> int:

@@ -11,7 +11,7 @@ inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from fused_adamw.torch_library.library import (
     register,
     scalar_tensor,
     split_options,
+    tensor_arguments,
 )
 
 OP = "fused_adamw::step"
@@ -55,13 +56,13 @@ class StepInput(NamedTuple):
         self.options.check_tensors(OP, device)
         self.amp.check_tensors(OP, device)
 
-    def check_values(self) -> tuple[int, _C.StepOptions]:
+    def check_values(self, clip: float = 1.0) -> tuple[int, _C.StepOptions]:
         """The number of complete updates and the options, checked."""
         checks.check_backend(OP, self.param.device)
         # int() would cut a fraction off, so the check comes first.
         count = self.step.item() if isinstance(self.step, Tensor) else self.step
         checks.check_step_count(OP, "step", count)
-        return int(count), self.options.numbers(OP, self.amp.scale(OP))
+        return int(count), self.options.numbers(OP, self.amp.scale(OP), clip)
 
 
 def apply(given: StepInput) -> tuple[Tensor, ...]:
@@ -71,20 +72,12 @@ def apply(given: StepInput) -> tuple[Tensor, ...]:
     if not is_intercepted() and _C.only_plain_tensors([tensors]):
         return update(given)
     op = torch.ops.fused_adamw.step
-    device = param.device
     results: tuple[Tensor, ...] = (op.amsgrad_tensor if len(moments) == 3 else op.tensor)(
         param,
         grad,
         *moments.values(),
-        scalar_tensor(step, device),
-        scalar_tensor(options.lr, device),
-        beta1=scalar_tensor(options.beta1, device),
-        beta2=scalar_tensor(options.beta2, device),
-        weight_decay=options.weight_decay,
-        eps=options.eps,
-        maximize=options.maximize,
-        grad_scale=None if amp.grad_scale is None else scalar_tensor(amp.grad_scale, device),
-        found_inf=amp.found_inf,
+        scalar_tensor(step, param.device),
+        **tensor_arguments(options, amp, param.device),
     )
     return results
 
@@ -98,24 +91,35 @@ def check(given: StepInput) -> None:
 
 def update(given: StepInput) -> tuple[Tensor, ...]:
     """The implementation for the CPU."""
-    given.check_metadata()
-    count, options = given.check_values()
-    param, grad, moments, amp = given.param, given.grad, given.moments, given.amp
-    if amp.skip():
+    if given.amp.skip():
+        check(given)
         return (
-            param.clone(),
-            *(torch.zeros_like(param) if tensor is None else tensor.clone() for tensor in moments.values()),
+            given.param.clone(),
+            *(
+                torch.zeros_like(given.param) if tensor is None else tensor.clone()
+                for tensor in given.moments.values()
+            ),
         )
-    results = _new_results(given)
-    old = [[param], [grad], *([] if tensor is None else [tensor] for tensor in moments.values())]
-    new = [[results[0]], [], *([result] for result in results[1:])]
-    _C.adamw_step(
-        _C.TensorTable(OP, old, [False] * len(old)),
-        _C.TensorTable(OP, new, [True] * len(new)),
-        options,
-        count,
-        cpu_threads(),
-    )
+    return update_all([given])[0]
+
+
+def update_all(inputs: Sequence[StepInput], clip: float = 1.0) -> list[tuple[Tensor, ...]]:
+    """The results of many updates, in one parallel region; ``clip`` multiplies the gradients."""
+    counts, options, olds, results, news = [], [], [], [], []
+    for given in inputs:
+        given.check_metadata()
+        count, numbers = given.check_values(clip)
+        counts.append(count)
+        options.append(numbers)
+        moments = [[] if tensor is None else [tensor] for tensor in given.moments.values()]
+        old = [[given.param], [given.grad], *moments]
+        olds.append(_C.TensorTable(OP, old, [False] * len(old)))
+    for given in inputs:
+        new = _new_results(given)
+        results.append(new)
+        new_lists = [[new[0]], [], *([result] for result in new[1:])]
+        news.append(_C.TensorTable(OP, new_lists, [True] * len(new_lists)))
+    _C.adamw_step(olds, news, options, counts, cpu_threads())
     return results
 
 

@@ -14,7 +14,7 @@ Moves 28 bytes per parameter (36 with AMSGrad) for float32 gradients, 2 fewer fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,17 +29,19 @@ from fused_adamw.torch_library.library import (
     OPTIONS_AS_TENSORS,
     AmpTensors,
     StepOptions,
+    bump_versions,
     cpu_threads,
     is_intercepted,
     read_table,
+    refuse_overlap,
     register,
-    scalar_tensor,
     split_options,
+    tensor_arguments,
 )
 
 OP = "fused_adamw::step_"
 
-_LISTS = (
+LISTS = (
     "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps"
 )
@@ -58,70 +60,74 @@ def apply(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
 
     Otherwise straight, with one launch per device. Raises as ``checks`` says.
     """
-    if is_intercepted() or not all(_C.only_plain_tensors(group.lists) for group in groups):
+    if must_dispatch(groups):
         for lists, options in groups:
-            device = lists.params[0].device
-            torch.ops.fused_adamw.step_.tensor(
-                *lists,
-                scalar_tensor(options.lr, device),
-                beta1=scalar_tensor(options.beta1, device),
-                beta2=scalar_tensor(options.beta2, device),
-                weight_decay=options.weight_decay,
-                eps=options.eps,
-                maximize=options.maximize,
-                grad_scale=amp.grad_scale,
-                found_inf=amp.found_inf,
-            )
+            arguments = tensor_arguments(options, amp, lists.params[0].device)
+            torch.ops.fused_adamw.step_.tensor(*lists, **arguments)
         return
-    by_device: dict[torch.device, list[StepGroup]] = {}
-    for group in groups:
-        by_device.setdefault(group.lists.params[0].device, []).append(group)
-    for device_groups in by_device.values():
+    for device_groups in by_device(groups):
         update(device_groups, amp)
 
 
-def update(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
+def must_dispatch(groups: Sequence[StepGroup]) -> bool:
+    """Whether a compiler, a mode or a tensor subclass must see the op call."""
+    return is_intercepted() or not all(_C.only_plain_tensors(group.lists) for group in groups)
+
+
+def by_device(groups: Sequence[StepGroup]) -> Iterable[list[StepGroup]]:
+    """The groups, device by device; refuses a device without kernels before any group is updated."""
+    devices: dict[torch.device, list[StepGroup]] = {}
+    for group in groups:
+        devices.setdefault(group.lists.params[0].device, []).append(group)
+    for device in devices:
+        checks.check_backend(OP, device)
+    return devices.values()
+
+
+def update(
+    groups: Sequence[StepGroup], amp: AmpTensors, *, op: str = OP, clip: float = 1.0, skip: bool = False
+) -> bool:
     """Updates all groups, of one device, in one parallel region; the op is this for one group.
 
-    Everything is checked before anything is written. Raises as ``checks`` says.
+    ``clip`` multiplies the gradients. Returns whether the groups were updated, not skipped. Everything is
+    checked before anything is written. Raises as ``checks`` says, in the name of ``op``.
     """
     device = groups[0].lists.params[0].device
-    checks.check_backend(OP, device)
-    amp.check_tensors(OP, device)
-    scale = amp.scale(OP)
+    checks.check_backend(op, device)
+    amp.check_tensors(op, device)
+    scale = amp.scale(op)
     tables = []
     options = []
     for group in groups:
-        checks.refuse_autograd(OP, group.lists._asdict())
+        checks.refuse_autograd(op, group.lists._asdict())
         tables.append(
             read_table(
-                OP, group.lists, _WRITTEN, lambda lists=group.lists: checks.check_step_lists(OP, lists)
+                OP, group.lists, _WRITTEN, lambda lists=group.lists: checks.check_step_lists(op, lists)
             )
         )
-        group.options.check_tensors(OP, device)
-        options.append(group.options.numbers(OP, scale))
-    _refuse_overlap(groups, tables)
+        group.options.check_tensors(op, device)
+        options.append(group.options.numbers(op, scale, clip))
+    refuse_overlap(op, tables, StepLists._fields, elementwise=True)
     bad_step = _C.find_bad_step(tables)
     if bad_step is not None:
         table, i = bad_step
-        checks.check_step_count(OP, f"state_steps[{i}]", groups[table].lists.state_steps[i].item())
-    if amp.skip():
-        return
+        checks.check_step_count(op, f"state_steps[{i}]", groups[table].lists.state_steps[i].item())
+    if skip or amp.skip():
+        return False
     for group in groups:
-        for tensors, written in zip(group.lists, _WRITTEN, strict=True):
-            if written and tensors:
-                torch.autograd.graph.increment_version(tensors)
+        bump_versions(tensors for tensors, written in zip(group.lists, _WRITTEN, strict=True) if written)
     _C.adamw_step_in_place(tables, options, cpu_threads())
+    return True
 
 
-def _refuse_overlap(groups: Sequence[StepGroup], tables: Sequence[_C.TensorTable]) -> None:
-    overlap = _C.find_overlap(tables)
-    if overlap is not None:
-        written, other = (
-            f"{StepLists._fields[field]}[{i}]" + (f" of group {table}" if len(groups) > 1 else "")
-            for table, field, i in overlap
-        )
-        raise checks.overlap_error(OP, written, other)
+def fake_update(lists: StepLists, options: StepOptions, amp: AmpTensors, *, op: str = OP) -> None:
+    """The checks of ``update`` that need no values."""
+    checks.check_step_lists(op, lists)
+    checks.refuse_autograd(op, lists._asdict())
+    if lists.params:
+        device = lists.params[0].device
+        options.check_tensors(op, device)
+        amp.check_tensors(op, device)
 
 
 def _update(lists: StepLists, options: StepOptions, amp: AmpTensors) -> None:
@@ -129,15 +135,6 @@ def _update(lists: StepLists, options: StepOptions, amp: AmpTensors) -> None:
         update([StepGroup(lists, options)], amp)
     else:
         checks.check_step_lists(OP, lists)
-
-
-def _fake_update(lists: StepLists, options: StepOptions, amp: AmpTensors) -> None:
-    checks.check_step_lists(OP, lists)
-    checks.refuse_autograd(OP, lists._asdict())
-    if lists.params:
-        device = lists.params[0].device
-        options.check_tensors(OP, device)
-        amp.check_tensors(OP, device)
 
 
 def _operator(run: Callable[[StepLists, StepOptions, AmpTensors], None]) -> Callable[..., None]:
@@ -159,7 +156,7 @@ def _operator(run: Callable[[StepLists, StepOptions, AmpTensors], None]) -> Call
 
 for _overload, _options in (("", OPTIONS_AS_NUMBERS), (".tensor", OPTIONS_AS_TENSORS)):
     register(
-        f"step_{_overload}({_LISTS}, {_options}) -> ()",
+        f"step_{_overload}({LISTS}, {_options}) -> ()",
         implementation=_operator(_update),
-        fake=_operator(_fake_update),
+        fake=_operator(fake_update),
     )

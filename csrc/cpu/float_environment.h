@@ -36,4 +36,11 @@ class IeeeFloatEnvironment {
   Word saved_;
 };
 
+// Fences arithmetic into such a scope, which compilers know nothing of: on what goes in after the scope has
+// begun, on what comes out before it ends. Calls through a function pointer need no fence.
+template <typename Value>
+void fence_arithmetic(Value& value) {
+  __asm__ volatile("" : "+m"(value));
+}
+
 }  // namespace fused_adamw::cpu

@@ -41,13 +41,17 @@ class StepOptions:
         weight_decay: float,
         eps: float,
         grad_scale: float,
+        clip: float,
         maximize: bool,
     ) -> None: ...
 
 def find_overlap(
-    tables: Sequence[TensorTable],
+    tables: Sequence[TensorTable], elementwise: bool
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
-    """The (table, list, index) of a written tensor and of another that shares memory with it."""
+    """The (table, list, index) of a written tensor and of another that shares memory with it.
+
+    ``elementwise``: a read tensor may be exactly a written one of the same table and index.
+    """
 
 def find_bad_step(tables: Sequence[TensorTable]) -> tuple[int, int] | None:
     """The (table, index) of the first step counter that holds no count."""
@@ -55,8 +59,32 @@ def find_bad_step(tables: Sequence[TensorTable]) -> tuple[int, int] | None:
 def adamw_step_in_place(tables: Sequence[TensorTable], options: Sequence[StepOptions], threads: int) -> None:
     """One update of every table's tensors, and of their step counters, in one parallel region."""
 
-def adamw_step(old: TensorTable, updated: TensorTable, options: StepOptions, step: int, threads: int) -> None:
-    """One update of one tensor, written to other storage; ``step`` updates came before."""
+def adamw_step(
+    olds: Sequence[TensorTable],
+    updateds: Sequence[TensorTable],
+    options: Sequence[StepOptions],
+    steps: Sequence[int],
+    threads: int,
+) -> None:
+    """One update of the one tensor of each table, written to other storage, in one parallel region.
+
+    ``steps[k]`` updates of entry k came before.
+    """
+
+ELEMENTS_PER_ROW: int
+ROWS_PER_MERGE: int
+
+def analyze_gradients(table: TensorTable, grad_scale: float, threads: int) -> None:
+    """Lists: gradients, [rows]. One row per ELEMENTS_PER_ROW elements of each gradient."""
+
+def merge_rows(table: TensorTable) -> None:
+    """Lists: [rows], [merged]. One row per ROWS_PER_MERGE rows."""
+
+def merge_all_rows(table: TensorTable, hierarchical: bool) -> None:
+    """Lists: [rows], [scratch], [report]. All rows into one."""
+
+def clip_coefficient(report: Sequence[float], max_norm: float, epsilon: float) -> float:
+    """``min(1, max_norm / (norm + epsilon))`` of a report's norm."""
 
 def has_openmp_runtime() -> bool: ...
 def cpu_capabilities() -> list[str]: ...

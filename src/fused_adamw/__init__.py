@@ -11,9 +11,20 @@ from fused_adamw._requirements import check_requirements
 check_requirements()
 
 from fused_adamw._C import cpu_capabilities, cpu_capability, set_cpu_capability  # noqa: E402
-from fused_adamw.functional import AdamWState, Update, adamw_step  # noqa: E402
-from fused_adamw.optimizer import AdamW  # noqa: E402
-from fused_adamw.options import AdamWOptions, StepControl  # noqa: E402
+from fused_adamw.amp import GradScaler  # noqa: E402
+from fused_adamw.errors import NonfiniteGradientError  # noqa: E402
+from fused_adamw.functional import (  # noqa: E402
+    AdamWState,
+    Entry,
+    GuardedUpdate,
+    Update,
+    adamw_step,
+    guarded_adamw_step,
+)
+from fused_adamw.optimizer import AdamW, StepStats  # noqa: E402
+from fused_adamw.options import AdamWOptions, GradientGuardOptions, StepControl  # noqa: E402
+from fused_adamw.stats import GradientStats, gradient_stats, merge_stats  # noqa: E402
+from fused_adamw.stats_plan import StatsPlan  # noqa: E402
 
 __version__ = version("fused_adamw")
 
@@ -21,11 +32,22 @@ __all__ = [
     "AdamW",
     "AdamWOptions",
     "AdamWState",
+    "Entry",
+    "GradScaler",
+    "GradientGuardOptions",
+    "GradientStats",
+    "GuardedUpdate",
+    "NonfiniteGradientError",
+    "StatsPlan",
     "StepControl",
+    "StepStats",
     "Update",
     "__version__",
     "adamw_step",
     "cpu_capabilities",
     "cpu_capability",
+    "gradient_stats",
+    "guarded_adamw_step",
+    "merge_stats",
     "set_cpu_capability",
 ]

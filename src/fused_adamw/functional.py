@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from fused_adamw.options import DEFAULT_OPTIONS, AdamWOptions, Scalar, StepControl
+from fused_adamw import _C
+from fused_adamw.errors import NonfiniteGradientError
+from fused_adamw.options import (
+    DEFAULT_CONTROL,
+    DEFAULT_GUARD,
+    DEFAULT_OPTIONS,
+    NONFINITE_CHOICES,
+    AdamWOptions,
+    GradientGuardOptions,
+    Scalar,
+    StepControl,
+)
+from fused_adamw.stats import GradientStats, gradient_stats
+from fused_adamw.torch_library import checks
 from fused_adamw.torch_library import step as step_op
-from fused_adamw.torch_library.library import AmpTensors, StepOptions
+from fused_adamw.torch_library.library import AmpTensors, StepOptions, is_intercepted
+
+_GUARDED = "fused_adamw.guarded_adamw_step"
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,7 @@ def adamw_step(
     grad: Tensor,
     state: AdamWState | None = None,
     options: AdamWOptions = DEFAULT_OPTIONS,
-    control: StepControl = StepControl(),  # noqa: B008 (frozen)
+    control: StepControl = DEFAULT_CONTROL,
 ) -> Update:
     """One AdamW or AMSGrad update of one tensor, out of place.
 
@@ -92,6 +108,110 @@ def adamw_step(
         TypeError, ValueError: An argument is refused, as ``torch_library/checks.py`` says.
         RuntimeError: An argument requires grad and gradients are enabled: the update has no derivative.
     """
+    given = _step_input(param, grad, state, options, control)
+    if control.skip_update or param.numel() == 0:
+        step_op.check(given)
+        return Update(param, state, updated=False)
+    return _updated(given, state, step_op.apply(given))
+
+
+class Entry(NamedTuple):
+    """One parameter of a guarded step, its gradient and its state; see ``adamw_step``."""
+
+    param: Tensor
+    grad: Tensor
+    state: AdamWState | None = None
+
+
+class GuardedUpdate(NamedTuple):
+    """What a guarded step returned.
+
+    Attributes:
+        updates: An ``Update`` per entry.
+        stats: The statistics of all gradients; None where the step did not come to look at them.
+        updated: Whether any parameter was updated.
+        skip_reason: Why none was: "requested" (``control.skip_update``), "empty" (no elements), "nonfinite"
+            (a NaN or an infinity in a gradient). None where some were.
+    """
+
+    updates: tuple[Update, ...]
+    stats: GradientStats | None
+    updated: bool
+    skip_reason: Literal["requested", "empty", "nonfinite"] | None
+
+
+def guarded_adamw_step(
+    entries: Sequence[Entry | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, AdamWState | None]],
+    options: AdamWOptions = DEFAULT_OPTIONS,
+    control: StepControl = DEFAULT_CONTROL,
+    guard: GradientGuardOptions = DEFAULT_GUARD,
+) -> GuardedUpdate:
+    """One update of many tensors, out of place, under the control of their gradients' statistics.
+
+    All entries are validated first. The gradients are unscaled, checked for NaN and infinities, and clipped to
+    ``guard.max_norm`` together; they stay as they are, each is read twice, and no other pass over memory is
+    made. Reads the report on the host.
+
+    Args:
+        entries: Parameter, gradient and state (None before the first update) of each tensor, all on one device.
+        options: See ``AdamWOptions``.
+        control: See ``StepControl``.
+        guard: See ``GradientGuardOptions``.
+
+    Raises:
+        NonfiniteGradientError: ``guard.nonfinite`` is "error"; names the gradients.
+        TypeError, ValueError, RuntimeError: As ``adamw_step``; and inside ``torch.compile``, where there is no
+            host to read the report: use ``fused_adamw.AdamW`` or the ops there.
+    """
+    if is_intercepted():
+        raise RuntimeError(
+            "guarded_adamw_step reads the report of its gradients on the host, which a traced program cannot; "
+            "use fused_adamw.AdamW or torch.ops.fused_adamw.adamw_scaled there"
+        )
+    checks.check_guard(_GUARDED, guard.max_norm, guard.epsilon)
+    checks.check_choice(_GUARDED, "nonfinite", guard.nonfinite, NONFINITE_CHOICES)
+    entries = [Entry(*entry) for entry in entries]
+    inputs = [_step_input(*entry, options, control) for entry in entries]
+    for given in inputs:
+        step_op.check(given)
+
+    def skipped(
+        reason: Literal["requested", "empty", "nonfinite"], stats: GradientStats | None
+    ) -> GuardedUpdate:
+        updates = tuple(Update(entry.param, entry.state, updated=False) for entry in entries)
+        return GuardedUpdate(updates, stats, updated=False, skip_reason=reason)
+
+    if control.skip_update:
+        return skipped("requested", None)
+    if all(entry.param.numel() == 0 for entry in entries):
+        return skipped("empty", None)
+    stats = gradient_stats([entry.grad for entry in entries], grad_scale=control.gradient_scale)
+    if not stats.finite:
+        if guard.nonfinite == "error":
+            raise NonfiniteGradientError.naming(
+                _GUARDED, [f"grads[{i}]" for i in stats.nonfinite_gradients()]
+            )
+        return skipped("nonfinite", stats)
+    clip = 1.0
+    if guard.max_norm is not None:
+        clip = _C.clip_coefficient(stats.report.tolist(), guard.max_norm, guard.epsilon)
+    results = iter(step_op.update_all([given for given in inputs if given.param.numel() > 0], clip))
+    updates = tuple(
+        _updated(given, entry.state, next(results))
+        if given.param.numel() > 0
+        else Update(entry.param, entry.state, updated=False)
+        for given, entry in zip(inputs, entries, strict=True)
+    )
+    return GuardedUpdate(updates, stats, updated=True, skip_reason=None)
+
+
+def _step_input(
+    param: Tensor,
+    grad: Tensor,
+    state: AdamWState | None,
+    options: AdamWOptions,
+    control: StepControl,
+) -> step_op.StepInput:
     moments: dict[str, Tensor | None] = {
         "exp_avg": None if state is None else state.exp_avg,
         "exp_avg_sq": None if state is None else state.exp_avg_sq,
@@ -99,19 +219,18 @@ def adamw_step(
     if options.amsgrad:
         moments["max_exp_avg_sq"] = None if state is None else state.max_exp_avg_sq
     beta1, beta2 = options.betas
-    step_options = StepOptions(options.lr, beta1, beta2, options.weight_decay, options.eps, options.maximize)
-    given = step_op.StepInput(
+    return step_op.StepInput(
         param,
         grad,
         moments,
         0 if state is None else state.step,
-        step_options,
+        StepOptions(options.lr, beta1, beta2, options.weight_decay, options.eps, options.maximize),
         AmpTensors(control.gradient_scale, None),
     )
-    if control.skip_update or param.numel() == 0:
-        step_op.check(given)
-        return Update(param, state, updated=False)
-    results = step_op.apply(given)
+
+
+def _updated(given: step_op.StepInput, state: AdamWState | None, results: tuple[Tensor, ...]) -> Update:
     # Without AMSGrad a maximum that the state carries is carried on.
-    maximum = results[3] if options.amsgrad else (None if state is None else state.max_exp_avg_sq)
+    carried = None if state is None else state.max_exp_avg_sq
+    maximum = results[3] if "max_exp_avg_sq" in given.moments else carried
     return Update(results[0], AdamWState(given.step + 1, results[1], results[2], maximum), updated=True)

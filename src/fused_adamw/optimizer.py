@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
 from fused_adamw import _C
-from fused_adamw.options import DEFAULT_OPTIONS, Scalar
-from fused_adamw.torch_library import checks, step_inplace
+from fused_adamw.errors import NonfiniteGradientError
+from fused_adamw.options import (
+    DEFAULT_GUARD,
+    DEFAULT_OPTIONS,
+    NONFINITE_CHOICES,
+    GradientGuardOptions,
+    Nonfinite,
+    Scalar,
+)
+from fused_adamw.stats import GradientStats, analyze
+from fused_adamw.torch_library import adamw_scaled, checks, step_inplace
 from fused_adamw.torch_library.checks import StepLists
 from fused_adamw.torch_library.library import AmpTensors, StepOptions
 from fused_adamw.torch_library.step_inplace import StepGroup
@@ -43,6 +53,15 @@ class AdamW(torch.optim.Optimizer):
         foreach: Accepted so that calls written for ``torch.optim.AdamW`` work; there is one implementation.
         fused: Accepted likewise.
         differentiable: Must be False.
+        max_grad_norm: Clip the gradients of all groups together to this norm, as ``clip_grad_norm_`` does, but
+            inside the step: the gradients stay as they are and are read once more, nothing else is. None: no
+            clipping.
+        nonfinite: What a NaN or an infinity in a gradient does, as it is or after unscaling: "skip" the step
+            (no value is read back), or raise an "error" that names the parameters (reads 12 bytes back). None:
+            "skip" where ``max_grad_norm`` is given; else gradients are not looked at, as in torch.
+        fused_step: Unscale, clip and check inside the step. False: in passes of their own, which change the
+            gradients, as a scaler's ``unscale_`` and ``clip_grad_norm_`` do.
+        hierarchical_stats: Merge the rows of gradient statistics 1024 at a time, or one after another.
 
     Raises:
         ValueError: An option is out of range, or ``differentiable`` is asked for.
@@ -52,8 +71,10 @@ class AdamW(torch.optim.Optimizer):
     Works with ``torch.amp.GradScaler``, which leaves it to the step to divide out the scale and to skip.
     """
 
-    # torch.amp.GradScaler: hand over grad_scale and found_inf, as attributes, instead of unscaling first.
-    _step_supports_amp_scaling = True
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells torch.amp.GradScaler to hand over grad_scale and found_inf instead of unscaling first."""
+        return self.fused_step
 
     def __init__(
         self,
@@ -69,11 +90,22 @@ class AdamW(torch.optim.Optimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
+        max_grad_norm: float | None = None,
+        nonfinite: Nonfinite | None = None,
+        fused_step: bool = True,
+        hierarchical_stats: bool = True,
     ) -> None:
         if differentiable:
             raise ValueError(
                 f"{_OP}: differentiable is True; the update has no derivative, False is required"
             )
+        checks.check_guard(_OP, max_grad_norm, DEFAULT_GUARD.epsilon)
+        checks.check_choice(_OP, "nonfinite", nonfinite, (None, *NONFINITE_CHOICES))
+        self.max_grad_norm = max_grad_norm
+        self.nonfinite = nonfinite
+        self.fused_step = fused_step
+        self.hierarchical_stats = hierarchical_stats
+        self._forget()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -84,32 +116,26 @@ class AdamW(torch.optim.Optimizer):
             "capturable": capturable,
             **_TORCH_SWITCHES,
         }
-        self._plan: _Plan | None = None
         super().__init__(params, defaults)
+
+    def _forget(self) -> None:
+        """Drops what is kept from step to step and belongs to no ``state_dict``."""
+        self._plan: _Plan | None = None
+        self._record = _StatsRecord()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as ``torch.optim`` does, after checking its options and parameters."""
-        group = {**self.defaults, **param_group}
-        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        for i, param in enumerate(params):
-            tensor = param[1] if isinstance(param, tuple) else param
-            if isinstance(tensor, Tensor):  # torch refuses all else
-                checks.check_param_kind(_OP, f"params[{i}]", tensor)
-        beta1, beta2 = map(float, group["betas"])
-        checks.check_options(
-            _OP,
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )
-        super().add_param_group({**param_group, "params": params})
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a pickle, a copy or a loaded ``state_dict``, one of ``torch.optim.AdamW`` included."""
         super().__setstate__(state)
-        self._plan = None
+        self._forget()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -119,33 +145,125 @@ class AdamW(torch.optim.Optimizer):
                 if self.state.get(param):
                     _normalise_state(self.state[param], param, group["amsgrad"])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy holds: what ``torch.optim`` puts there, and the settings of this class."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _SETTINGS}}
+
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(self, closure: None = None, *, stats: GradientStats | None = None) -> None: ...
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float], *, stats: GradientStats | None = None) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(
+        self, closure: Callable[[], float] | None = None, *, stats: GradientStats | None = None
+    ) -> float | None:
         """Updates all parameters that have a gradient.
 
         Args:
             closure: Evaluated first, with gradients enabled; its result is returned.
+            stats: Statistics to clip and to skip by, in place of those of this optimizer's own gradients: of
+                a model that is spread over ranks, say (``merge_stats``).
 
         Raises:
             TypeError, ValueError: A tensor or option is refused; nothing has been written then.
+            NonfiniteGradientError: ``nonfinite`` is "error" and a gradient holds a NaN or an infinity; nothing
+                has been written then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [
+        groups = self._step_groups()
+        record = self._record
+        next_stats, record.next = record.next, None
+        if not groups:
+            return loss
+        # Set by GradScaler for the length of this call.
+        amp = AmpTensors(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        record.found_inf = amp.found_inf
+        if stats is not None:
+            record.last = (stats.report, stats.rows, [])
+        elif next_stats is not None:
+            record.last = next_stats
+        else:
+            record.last = self._analyze(groups, amp.grad_scale) if self._is_guarded() else None
+        if record.last is None or (stats is None and not self._is_guarded()):
+            step_inplace.apply(groups, amp)
+            return loss
+        if self.nonfinite == "error":
+            self._refuse_nonfinite()
+        if self.fused_step:
+            adamw_scaled.apply(groups, record.last[0], self._guard(), amp)
+        else:
+            self._clip_and_step(groups, amp)
+        return loss
+
+    def analyze_gradients(self, grad_scale: Scalar | None = None) -> GradientStats:
+        """Reads the gradients now; the next ``step`` uses the statistics instead of reading them again.
+
+        Args:
+            grad_scale: The factor that the gradients were multiplied by.
+        """
+        with torch.no_grad():
+            taken = self._analyze(self._step_groups(), grad_scale)
+        self._record.next = taken
+        return _gradient_stats(taken)
+
+    @property
+    def last_stats(self) -> StepStats | None:
+        """The statistics of the last step's gradients, read from the device now; None where it took none."""
+        last = self._record.last
+        if last is None:
+            return None
+        gradients = _gradient_stats(last)
+        found_inf = self._record.found_inf is not None and bool(self._record.found_inf)
+        names = _parameter_names(self.param_groups)
+        bad = gradients.nonfinite_gradients() if gradients.sizes and not gradients.finite else []
+        coefficient = 1.0
+        if self.max_grad_norm is not None:
+            coefficient = _C.clip_coefficient(
+                gradients.report.tolist(), self.max_grad_norm, DEFAULT_GUARD.epsilon
+            )
+        return StepStats(
+            norm=gradients.norm,
+            clip_coefficient=coefficient,
+            skipped=found_inf or not gradients.finite,
+            nonfinite_parameters=[names[id(last[2][i])] for i in bad],
+            gradients=gradients,
+        )
+
+    def _is_guarded(self) -> bool:
+        return self.max_grad_norm is not None or self.nonfinite is not None
+
+    def _guard(self) -> GradientGuardOptions:
+        return GradientGuardOptions(max_norm=self.max_grad_norm)
+
+    def _analyze(self, groups: list[StepGroup], grad_scale: Scalar | None) -> _Taken:
+        grads = [grad for group in groups for grad in group.lists.grads]
+        params = [param for group in groups for param in group.lists.params]
+        stats = analyze(grads, grad_scale, hierarchical=self.hierarchical_stats)
+        return stats.report, stats.rows, params
+
+    def _refuse_nonfinite(self) -> None:
+        last = self.last_stats
+        if last is not None and not last.gradients.finite:
+            raise NonfiniteGradientError.naming(_OP, last.nonfinite_parameters or ["the statistics given"])
+
+    def _clip_and_step(self, groups: list[StepGroup], amp: AmpTensors) -> None:
+        last = self.last_stats
+        if last is None or last.skipped:
+            return
+        if last.clip_coefficient < 1.0:
+            for group in groups:
+                torch._foreach_mul_(list(group.lists.grads), last.clip_coefficient)
+        step_inplace.apply(groups, amp)
+
+    def _step_groups(self) -> list[StepGroup]:
+        return [
             StepGroup(lists, _step_options(group))
             for group, lists in zip(self.param_groups, self._lists_of_groups(), strict=True)
             if lists.params
         ]
-        # Set by GradScaler for the length of this call.
-        amp = AmpTensors(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        step_inplace.apply(groups, amp)
-        return loss
 
     def _lists_of_groups(self) -> list[StepLists]:
         """The tensors of each group's update; from the plan where that still holds."""
@@ -193,6 +311,61 @@ class AdamW(torch.optim.Optimizer):
 
 # The keys of torch.optim.AdamW's groups that choose among its implementations, so that it can load ours.
 _TORCH_SWITCHES = {"foreach": None, "fused": None, "differentiable": False, "decoupled_weight_decay": True}
+
+
+# The attributes that a pickle carries besides torch's.
+_SETTINGS = ("max_grad_norm", "nonfinite", "fused_step", "hierarchical_stats")
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What a step found in its gradients.
+
+    Attributes:
+        norm: The norm of all gradients together, after unscaling and before clipping.
+        clip_coefficient: What they were multiplied by, at most 1.
+        skipped: Whether the step was skipped.
+        nonfinite_parameters: The names of the parameters whose gradients hold a NaN or an infinity: the names
+            that the optimizer was given, or the place in ``param_groups``.
+        gradients: The statistics in full.
+    """
+
+    norm: float
+    clip_coefficient: float
+    skipped: bool
+    nonfinite_parameters: list[str]
+    gradients: GradientStats
+
+
+# Statistics that were taken: the report, the rows, and the parameters whose gradients they are of.
+_Taken: TypeAlias = tuple[Tensor, Tensor, list[Tensor]]
+
+
+class _StatsRecord:
+    """The statistics of the step to come, where a scaler took them, and of the last step.
+
+    An object of its own, for Dynamo forgets what a traced step assigns to attributes of the optimizer.
+    """
+
+    def __init__(self) -> None:
+        self.next: _Taken | None = None
+        self.last: _Taken | None = None
+        self.found_inf: Tensor | None = None
+
+
+def _gradient_stats(taken: _Taken) -> GradientStats:
+    report, rows, params = taken
+    return GradientStats(report, rows, tuple(param.numel() for param in params))
+
+
+def _parameter_names(groups: list[dict[str, Any]]) -> dict[int, str]:
+    """The names of parameters by their id."""
+    names = {}
+    for g, group in enumerate(groups):
+        given = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            names[id(param)] = given[i] if given else f"param_groups[{g}]['params'][{i}]"
+    return names
 
 
 class _GroupPlan:
@@ -257,6 +430,23 @@ class _Plan:
         return all_lists
 
 
+def _check_group(group: dict[str, Any]) -> None:
+    for i, param in enumerate(group["params"]):
+        checks.check_param_kind(_OP, f"params[{i}]", param)
+    beta1, beta2 = group["betas"]
+    for name, value in (("lr", group["lr"]), ("beta1", beta1), ("beta2", beta2)):
+        if isinstance(value, Tensor):
+            checks.check_scalar_tensor(_OP, name, value, checks.SCALAR_DTYPES)
+    checks.check_options(
+        _OP,
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+    )
+
+
 def _step_options(group: dict[str, Any]) -> StepOptions:
     beta1, beta2 = group["betas"]
     return StepOptions(group["lr"], beta1, beta2, group["weight_decay"], group["eps"], group["maximize"])
@@ -279,4 +469,8 @@ def _normalise_state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> Non
     """Brings a loaded state to the form that the kernels read; values stay."""
     step = state.get("step", 0)
     state["step"] = torch.as_tensor(step, dtype=torch.float32).to(param.device).reshape(())
+    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        moment = state.get(name)
+        if moment is not None and moment.shape == param.shape and moment.stride() != param.stride():
+            state[name] = torch.empty_like(param).copy_(moment)
     _complete_state(state, param, amsgrad)

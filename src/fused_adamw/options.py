@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from torch import Tensor
 
 Scalar: TypeAlias = float | Tensor
 """A Python number, or a tensor of one element (shape ``()`` or ``(1,)``), float32 or float64."""
+
+
+Nonfinite: TypeAlias = Literal["skip", "error"]
 
 
 @dataclass(frozen=True)
@@ -50,4 +53,26 @@ class StepControl:
     skip_update: bool = False
 
 
+@dataclass(frozen=True)
+class GradientGuardOptions:
+    """How a guarded step treats gradients that are too large or not finite.
+
+    Attributes:
+        max_norm: The norm of all gradients together, after unscaling, that they are clipped to; at least 0.
+            None: no clipping.
+        epsilon: Added to the norm before ``max_norm`` is divided by it, as torch's ``clip_grad_norm_`` does.
+        nonfinite: What a NaN or an infinity in any gradient, as it is or after unscaling, does: "skip" leaves
+            everything as it is, "error" also raises. (``torch.nn.utils.clip_grad_norm_`` would multiply all
+            gradients by 0 or NaN.)
+    """
+
+    max_norm: float | None = None
+    epsilon: float = 1e-6
+    nonfinite: Nonfinite = "skip"
+
+
 DEFAULT_OPTIONS = AdamWOptions()
+DEFAULT_CONTROL = StepControl()
+DEFAULT_GUARD = GradientGuardOptions()
+
+NONFINITE_CHOICES = get_args(Nonfinite)

@@ -1,0 +1,77 @@
+"""How the benchmarks time: contenders in alternating order within one run, medians, and the copy ceiling."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+import fused_adamw
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call."""
+
+    median: float
+    least: float
+    most: float
+
+
+def alternate(contenders: dict[str, Callable[[], object]], *, rounds: int, calls: int) -> dict[str, Timing]:
+    """Times each contender ``calls`` times in a row, round after round, in an order that turns each round.
+
+    The first call of each row is not counted: it finds another contender's data in the caches.
+    """
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for call in contenders.values():
+        call()
+    for turn in range(rounds):
+        for name in names if turn % 2 == 0 else reversed(names):
+            call = contenders[name]
+            for i in range(calls + 1):
+                start = time.perf_counter()
+                call()
+                end = time.perf_counter()
+                if i > 0:
+                    seconds[name].append(end - start)
+    return {name: Timing(statistics.median(s), min(s), max(s)) for name, s in seconds.items()}
+
+
+def memory_bytes_per_second(elements: int = 1 << 26) -> float:
+    """The ceiling of what moves data in place: bytes read plus bytes written by ``tensor.mul_``.
+
+    In place, as the step is: a copy to other storage would also read the lines that it overwrites.
+    """
+    tensor = torch.randn(elements)
+    timing = alternate({"scale": lambda: tensor.mul_(1.0)}, rounds=3, calls=5)["scale"]
+    return 2 * tensor.nbytes / timing.median
+
+
+def conditions() -> dict[str, object]:
+    """What the figures depend on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return {
+        "date": date.today().isoformat(),
+        "processor": next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown"),
+        "threads": torch.get_num_threads(),
+        "instruction_set": fused_adamw.cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fused_adamw": fused_adamw.__version__,
+    }
+
+
+def save(path: Path, figures: dict[str, object]) -> None:
+    """Writes the figures with their conditions as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain = {key: asdict(value) if isinstance(value, Timing) else value for key, value in figures.items()}
+    path.write_text(json.dumps({"conditions": conditions(), **plain}, indent=2) + "\n")

@@ -1,0 +1,78 @@
+"""Parameters spread over processes, as DTensors: each process updates the part that it holds.
+
+The update is elementwise, so the part of the result is the result of the part. The ops see plain tensors:
+DTensor's own dispatch of a list of tensors costs several times the call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fused_adamw import _C
+from fused_adamw.torch_library.checks import StepLists
+from fused_adamw.torch_library.step_inplace import StepGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def local_groups(op: str, groups: Sequence[StepGroup]) -> Sequence[StepGroup]:
+    """The groups with the local part in the place of every DTensor.
+
+    A gradient that is placed otherwise than its parameter, a sum not yet reduced for one, is brought there:
+    a collective, which all processes of the mesh then take part in.
+
+    Raises:
+        ValueError: A moment is placed otherwise than its parameter.
+    """
+    if not torch.compiler.is_compiling() and all(_C.only_plain_tensors(group.lists) for group in groups):
+        return groups
+    dtensor = _dtensor_type()
+    if dtensor is None:
+        return groups
+    return [group._replace(lists=_local_lists(op, group.lists, dtensor)) for group in groups]
+
+
+def _dtensor_type() -> type[DTensor] | None:
+    """The class, or None where nothing has imported it, so that there can be no instance."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else module.DTensor
+
+
+def _local_lists(op: str, lists: StepLists, dtensor: type[DTensor]) -> StepLists:
+    local: dict[str, list[Tensor]] = {}
+    for name, tensors in lists._asdict().items():
+        local[name] = []
+        for i, tensor in enumerate(tensors):
+            if isinstance(tensor, dtensor):
+                param = lists.params[i]
+                if isinstance(param, dtensor) and name != "state_steps":
+                    tensor = _placed_like(op, f"{name}[{i}]", tensor, param)
+                if name != "grads" and not torch.compiler.is_compiling():
+                    # Its own version, apart from that of its local part, is what autograd looks at.
+                    torch.autograd.graph.increment_version(tensor)
+                tensor = _local(tensor)
+            local[name].append(tensor)
+    return StepLists(**local)
+
+
+def _placed_like(op: str, name: str, tensor: DTensor, param: DTensor) -> DTensor:
+    if tensor.device_mesh == param.device_mesh and tensor.placements == param.placements:
+        return tensor
+    if not name.startswith("grads"):
+        raise ValueError(
+            f"{op}: {name} is placed as {tensor.placements} on {tensor.device_mesh}; {param.placements} on "
+            f"{param.device_mesh}, as the parameter, is required"
+        )
+    return tensor.redistribute(param.device_mesh, param.placements)
+
+
+def _local(tensor: DTensor) -> Tensor:
+    local = tensor.to_local()
+    # The result of a collective that may still be under way.
+    return local.wait() if hasattr(local, "wait") else local

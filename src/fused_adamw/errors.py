@@ -1,0 +1,14 @@
+"""The errors that are the package's own; all else that is refused raises built-in exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class NonfiniteGradientError(RuntimeError):
+    """Gradients held a NaN or an infinity, and ``nonfinite="error"`` was asked for."""
+
+    @classmethod
+    def naming(cls, op: str, names: Sequence[str]) -> NonfiniteGradientError:
+        """The error that names the gradients; nothing has been written when it is raised."""
+        return cls(f"{op}: NaN or infinity in {', '.join(names)}; nothing was updated")

@@ -1,0 +1,125 @@
+"""``fused_adamw::adamw_scaled``: the step ``step_`` under the control of a report of gradient statistics.
+
+Mutates what ``step_`` mutates. Reads ``report``, [max_abs, scaled_sum_of_squares, nonfinite] (float32, shape
+(3,)), as ``merge_gradient_stats`` made it of gradients that were unscaled by the same ``grad_scale``:
+
+- nonfinite is not 0: nothing is written and no counter moves;
+- ``max_norm`` is given: the gradients are multiplied by min(1, max_norm / (norm + norm_epsilon)), the clip
+  coefficient of ``torch.nn.utils.clip_grad_norm_``; with ``max_norm`` 0 by 0, and the step goes on. The
+  gradients themselves stay as they are. A coefficient too small for a float32 is applied in two factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_adamw import _C
+from fused_adamw.options import DEFAULT_GUARD, DEFAULT_OPTIONS, GradientGuardOptions, Scalar
+from fused_adamw.torch_library import checks, step_inplace
+from fused_adamw.torch_library.checks import StepLists
+from fused_adamw.torch_library.library import (
+    OPTIONS_AS_NUMBERS,
+    OPTIONS_AS_TENSORS,
+    AmpTensors,
+    StepOptions,
+    register,
+    split_options,
+    tensor_arguments,
+)
+from fused_adamw.torch_library.step_inplace import StepGroup
+
+OP = "fused_adamw::adamw_scaled"
+
+
+def apply(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptions, amp: AmpTensors) -> None:
+    """Updates all groups, through the op where a compiler, a mode or a subclass must see it."""
+    if step_inplace.must_dispatch(groups):
+        for lists, options in groups:
+            torch.ops.fused_adamw.adamw_scaled.tensor(
+                *lists,
+                report,
+                max_norm=guard.max_norm,
+                norm_epsilon=guard.epsilon,
+                **tensor_arguments(options, amp, report.device),
+            )
+        return
+    for device_groups in step_inplace.by_device(groups):
+        update(device_groups, report, guard, amp)
+
+
+def update(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptions, amp: AmpTensors) -> bool:
+    """Updates all groups of one device, unless the report says to skip; returns whether it did.
+
+    Raises as ``checks`` says, before anything is written.
+    """
+    device = groups[0].lists.params[0].device
+    checks.check_backend(OP, device)
+    _check_report(report, device)
+    checks.check_guard(OP, guard.max_norm, guard.epsilon)
+    max_abs, squares, nonfinite = report.tolist()
+    skip = nonfinite != 0.0
+    coefficient = 1.0
+    if guard.max_norm is not None and not skip:
+        coefficient = _C.clip_coefficient((max_abs, squares, nonfinite), guard.max_norm, guard.epsilon)
+    return step_inplace.update(groups, amp, op=OP, clip=coefficient, skip=skip)
+
+
+def _check_report(report: Tensor, device: torch.device) -> None:
+    checks.check_buffer(OP, "report", report, checks.REPORT_SHAPE)
+    checks.check_same_device(OP, "report", report, device)
+
+
+Run = Callable[[StepLists, Tensor, StepOptions, GradientGuardOptions, AmpTensors], Any]
+
+
+def _operator(run: Run) -> Callable[..., None]:
+    def adamw_scaled(
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
+        report: Tensor,
+        lr: Scalar = DEFAULT_OPTIONS.lr,
+        *,
+        max_norm: float | None = None,
+        norm_epsilon: float = DEFAULT_GUARD.epsilon,
+        **options: Any,
+    ) -> None:
+        lists = StepLists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+        step_options, amp = split_options(lr, **options)
+        run(lists, report, step_options, GradientGuardOptions(max_norm, norm_epsilon), amp)
+
+    return adamw_scaled
+
+
+def _update(
+    lists: StepLists, report: Tensor, options: StepOptions, guard: GradientGuardOptions, amp: AmpTensors
+) -> None:
+    if lists.params:
+        update([StepGroup(lists, options)], report, guard, amp)
+    else:
+        checks.check_step_lists(OP, lists)
+
+
+def _fake_update(
+    lists: StepLists, report: Tensor, options: StepOptions, guard: GradientGuardOptions, amp: AmpTensors
+) -> None:
+    step_inplace.fake_update(lists, options, amp, op=OP)
+    if lists.params:
+        _check_report(report, lists.params[0].device)
+    checks.check_guard(OP, guard.max_norm, guard.epsilon)
+
+
+for _overload, _options in (("", OPTIONS_AS_NUMBERS), (".tensor", OPTIONS_AS_TENSORS)):
+    register(
+        f"adamw_scaled{_overload}({step_inplace.LISTS}, Tensor report, {_options}, float? max_norm=None, "
+        f"float norm_epsilon={DEFAULT_GUARD.epsilon}) -> ()",
+        implementation=_operator(_update),
+        fake=_operator(_fake_update),
+    )
