@@ -2,8 +2,8 @@
 
 Mutates ``rows``: float32, contiguous, of shape (n, 3), where n is the sum of ceil(elements / 16,384) over the
 gradients. A row is [max_abs, scaled_sum_of_squares, nonfinite] of one chunk, the chunks of each gradient in
-the order of its memory, the gradients in the order of the list; see ``csrc/gradient_stats.h``. ``grad_scale`` is
-divided out first. Reads each gradient once: 4 or 2 bytes per element.
+the order of its memory, the gradients in the order of the list; see ``csrc/gradient_stats.h``.
+``grad_scale`` is divided out first. Reads each gradient once: 4 or 2 bytes per element.
 """
 
 from __future__ import annotations

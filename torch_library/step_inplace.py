@@ -14,6 +14,7 @@ Moves 28 bytes per parameter (36 with AMSGrad) for float32 gradients, 2 fewer fo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -100,11 +101,8 @@ def update(
     options = []
     for group in groups:
         checks.refuse_autograd(op, group.lists._asdict())
-        tables.append(
-            read_table(
-                OP, group.lists, _WRITTEN, lambda lists=group.lists: checks.check_step_lists(op, lists)
-            )
-        )
+        check = functools.partial(checks.check_step_lists, op, group.lists)
+        tables.append(read_table(OP, group.lists, _WRITTEN, check))
         group.options.check_tensors(op, device)
         options.append(group.options.numbers(op, scale, clip))
     refuse_overlap(op, tables, StepLists._fields, elementwise=True)

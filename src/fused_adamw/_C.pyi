@@ -14,7 +14,7 @@ def only_plain_tensors(lists: Sequence[Sequence[Tensor]]) -> bool:
 def same_objects(found: list[Any], expected: list[Any]) -> bool:
     """Whether two lists hold the same objects."""
 
-def same_entries(dicts: list[dict[str, Any]], key: str, expected: list[Any]) -> bool:
+def same_entries(dicts: list[dict[str, Any]], key: str, expected: Sequence[Any]) -> bool:
     """Whether ``dicts[i][key] is expected[i]`` for all i, and there is none beyond."""
 
 class TensorTable:

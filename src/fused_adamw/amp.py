@@ -18,13 +18,13 @@ class GradScaler(torch.amp.GradScaler):
     ``torch.amp.GradScaler``; after an explicit ``unscale_`` a step does not unscale again.
     """
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         if not isinstance(optimizer, AdamW) or not optimizer.fused_step:
             return super()._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
         own_scale = getattr(optimizer, "grad_scale", None)
         stats = optimizer.analyze_gradients(scale if own_scale is None else scale * own_scale)
         found_inf = stats.report[2]
-        state = self._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = {found_inf.device: found_inf}
-        return state["found_inf_per_device"]
+        per_device = {found_inf.device: found_inf}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = per_device
+        return per_device

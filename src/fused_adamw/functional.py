@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -123,6 +123,9 @@ class Entry(NamedTuple):
     state: AdamWState | None = None
 
 
+SkipReason: TypeAlias = Literal["requested", "empty", "nonfinite"]
+
+
 class GuardedUpdate(NamedTuple):
     """What a guarded step returned.
 
@@ -137,7 +140,7 @@ class GuardedUpdate(NamedTuple):
     updates: tuple[Update, ...]
     stats: GradientStats | None
     updated: bool
-    skip_reason: Literal["requested", "empty", "nonfinite"] | None
+    skip_reason: SkipReason | None
 
 
 def guarded_adamw_step(
@@ -148,44 +151,43 @@ def guarded_adamw_step(
 ) -> GuardedUpdate:
     """One update of many tensors, out of place, under the control of their gradients' statistics.
 
-    All entries are validated first. The gradients are unscaled, checked for NaN and infinities, and clipped to
-    ``guard.max_norm`` together; they stay as they are, each is read twice, and no other pass over memory is
-    made. Reads the report on the host.
+    All entries are validated first. The gradients are unscaled, checked for NaN and infinities, and clipped
+    to ``guard.max_norm`` together; they stay as they are, each is read twice, and no other pass over memory
+    is made. Reads the report on the host.
 
     Args:
-        entries: Parameter, gradient and state (None before the first update) of each tensor, all on one device.
+        entries: Parameter, gradient and state (None before the first update) of each tensor, all on one
+            device.
         options: See ``AdamWOptions``.
         control: See ``StepControl``.
         guard: See ``GradientGuardOptions``.
 
     Raises:
         NonfiniteGradientError: ``guard.nonfinite`` is "error"; names the gradients.
-        TypeError, ValueError, RuntimeError: As ``adamw_step``; and inside ``torch.compile``, where there is no
-            host to read the report: use ``fused_adamw.AdamW`` or the ops there.
+        TypeError, ValueError, RuntimeError: As ``adamw_step``; RuntimeError inside ``torch.compile`` too,
+            where no host can read the report: use ``fused_adamw.AdamW`` or the ops there.
     """
     if is_intercepted():
         raise RuntimeError(
-            "guarded_adamw_step reads the report of its gradients on the host, which a traced program cannot; "
-            "use fused_adamw.AdamW or torch.ops.fused_adamw.adamw_scaled there"
+            "guarded_adamw_step reads the report of its gradients on the host, which a traced program cannot "
+            "do; use fused_adamw.AdamW or torch.ops.fused_adamw.adamw_scaled there"
         )
     checks.check_guard(_GUARDED, guard.max_norm, guard.epsilon)
     checks.check_choice(_GUARDED, "nonfinite", guard.nonfinite, NONFINITE_CHOICES)
-    entries = [Entry(*entry) for entry in entries]
-    inputs = [_step_input(*entry, options, control) for entry in entries]
+    all_entries = [Entry(*entry) for entry in entries]
+    inputs = [_step_input(param, grad, state, options, control) for param, grad, state in all_entries]
     for given in inputs:
         step_op.check(given)
 
-    def skipped(
-        reason: Literal["requested", "empty", "nonfinite"], stats: GradientStats | None
-    ) -> GuardedUpdate:
-        updates = tuple(Update(entry.param, entry.state, updated=False) for entry in entries)
+    def skipped(reason: SkipReason, stats: GradientStats | None) -> GuardedUpdate:
+        updates = tuple(Update(entry.param, entry.state, updated=False) for entry in all_entries)
         return GuardedUpdate(updates, stats, updated=False, skip_reason=reason)
 
     if control.skip_update:
         return skipped("requested", None)
-    if all(entry.param.numel() == 0 for entry in entries):
+    if all(entry.param.numel() == 0 for entry in all_entries):
         return skipped("empty", None)
-    stats = gradient_stats([entry.grad for entry in entries], grad_scale=control.gradient_scale)
+    stats = gradient_stats([entry.grad for entry in all_entries], grad_scale=control.gradient_scale)
     if not stats.finite:
         if guard.nonfinite == "error":
             raise NonfiniteGradientError.naming(
@@ -200,7 +202,7 @@ def guarded_adamw_step(
         _updated(given, entry.state, next(results))
         if given.param.numel() > 0
         else Update(entry.param, entry.state, updated=False)
-        for given, entry in zip(inputs, entries, strict=True)
+        for given, entry in zip(inputs, all_entries, strict=True)
     )
     return GuardedUpdate(updates, stats, updated=True, skip_reason=None)
 

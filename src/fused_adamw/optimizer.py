@@ -53,12 +53,12 @@ class AdamW(torch.optim.Optimizer):
         foreach: Accepted so that calls written for ``torch.optim.AdamW`` work; there is one implementation.
         fused: Accepted likewise.
         differentiable: Must be False.
-        max_grad_norm: Clip the gradients of all groups together to this norm, as ``clip_grad_norm_`` does, but
-            inside the step: the gradients stay as they are and are read once more, nothing else is. None: no
-            clipping.
+        max_grad_norm: Clip the gradients of all groups together to this norm, as ``clip_grad_norm_`` does,
+            but inside the step: the gradients stay as they are and are read once more, nothing else is.
+            None: no clipping.
         nonfinite: What a NaN or an infinity in a gradient does, as it is or after unscaling: "skip" the step
-            (no value is read back), or raise an "error" that names the parameters (reads 12 bytes back). None:
-            "skip" where ``max_grad_norm`` is given; else gradients are not looked at, as in torch.
+            (no value is read back), or raise an "error" that names the parameters (reads 12 bytes back).
+            None: "skip" where ``max_grad_norm`` is given; else gradients are not looked at, as in torch.
         fused_step: Unscale, clip and check inside the step. False: in passes of their own, which change the
             gradients, as a scaler's ``unscale_`` and ``clip_grad_norm_`` do.
         hierarchical_stats: Merge the rows of gradient statistics 1024 at a time, or one after another.
@@ -166,8 +166,8 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             TypeError, ValueError: A tensor or option is refused; nothing has been written then.
-            NonfiniteGradientError: ``nonfinite`` is "error" and a gradient holds a NaN or an infinity; nothing
-                has been written then.
+            NonfiniteGradientError: ``nonfinite`` is "error" and a gradient holds a NaN or an infinity;
+                nothing has been written then.
         """
         loss = None
         if closure is not None:
@@ -273,9 +273,9 @@ class AdamW(torch.optim.Optimizer):
                 return planned
         all_lists = []
         for group in self.param_groups:
-            lists = StepLists([], [], [], [], [], [])
+            lists: list[list[Tensor]] = [[] for _ in StepLists._fields]
             self._init_group(group, *lists)
-            all_lists.append(lists)
+            all_lists.append(StepLists(*lists))
         if not torch.compiler.is_compiling():
             self._plan = _Plan(self.param_groups, self.state, all_lists)
         return all_lists

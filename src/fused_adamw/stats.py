@@ -22,12 +22,12 @@ class GradientStats:
 
     Attributes:
         report: float32, shape (3,): [max_abs, scaled_sum_of_squares, nonfinite] of all gradients.
-        rows: float32, shape (n, 3): the rows that were merged. From ``gradient_stats``: one per 16,384 elements
-            of each gradient.
+        rows: float32, shape (n, 3): the rows that were merged. From ``gradient_stats``: one per 16,384
+            elements of each gradient.
         sizes: The number of elements of each gradient; empty where the rows are not of gradients.
 
-    Values are read from the device when a property asks for them, and only then. Magnitudes and norms are those
-    of the unscaled gradients; elements that are not finite do not count in them.
+    Values are read from the device when a property asks for them, and only then. Magnitudes and norms are
+    those of the unscaled gradients; elements that are not finite do not count in them.
     """
 
     report: Tensor
@@ -88,8 +88,8 @@ def gradient_stats(
 def merge_stats(rows: Tensor, *, hierarchical: bool = True) -> GradientStats:
     """The statistics of all that these rows stand for.
 
-    For callers who reduce across ranks themselves: gather each rank's ``report`` (or ``rows``), stack them, and
-    merge. A report is a row.
+    For callers who reduce across ranks themselves: gather each rank's ``report`` (or ``rows``), stack them,
+    and merge. A report is a row.
 
     Args:
         rows: float32, shape (n, 3), n at most 4,194,304.

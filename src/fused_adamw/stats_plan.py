@@ -37,7 +37,7 @@ class StatsPlan:
     @property
     def rows_after_stages(self) -> tuple[int, ...]:
         """The number of rows after each stage; the last is 1, the report."""
-        counts = []
+        counts: list[int] = []
         rows = self.rows
         while rows > 1 or not counts:
             rows = merged_rows(rows)
