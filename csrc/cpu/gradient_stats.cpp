@@ -28,15 +28,17 @@ AnalyzeChunk analyze_chunk_for(InstructionSet set) {
 std::int64_t rows_of(std::int64_t count, std::int64_t per_row) { return (count + per_row - 1) / per_row; }
 
 StatsRow merge_block(const StatsRow* rows, int count) {
-  double squares[kLanes] = {};
+  double squares[kLanes];
   float max_abs = 0.0f;
   bool nonfinite = false;
+  const int width = tree_width(count);
+  for (int i = count; i < width; ++i) squares[i] = 0.0;
   for (int i = 0; i < count; ++i) {
     squares[i] = sum_of_squares(rows[i]);
     max_abs = std::max(max_abs, rows[i].max_abs);
     nonfinite |= rows[i].nonfinite != 0.0f;
   }
-  return make_row(max_abs, sum_lanes(squares, count), nonfinite);
+  return make_row(max_abs, sum_lanes(squares, width), nonfinite);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ constexpr std::uint32_t kInfinityBits = 0x7F800000u;
 
 // What a chunk's elements have added up to so far.
 struct Lanes {
-  double squares[kLanes] = {};
+  double squares[kLanes];       // as many as the chunk uses are set
   std::uint32_t max_bits = 0;   // of the magnitudes: their bits are in the order of their values
   std::uint32_t nonfinite = 0;  // all bits set once one was seen
 };
@@ -44,11 +44,12 @@ void add_pass(Lanes& lanes, const Element* elements, int count, float inverse_sc
 template <typename Element>
 StatsRow analyze_elements(const Element* elements, std::int64_t count, float inverse_scale) {
   Lanes lanes;
+  const int width = tree_width(count);
+  for (int lane = 0; lane < width; ++lane) lanes.squares[lane] = 0.0;
   std::int64_t done = 0;
   for (; done + kLanes <= count; done += kLanes) add_pass(lanes, elements + done, kLanes, inverse_scale);
   add_pass(lanes, elements + done, static_cast<int>(count - done), inverse_scale);
-  const int used = static_cast<int>(count < kLanes ? count : kLanes);
-  return make_row(float_from_bits(lanes.max_bits), sum_lanes(lanes.squares, used), lanes.nonfinite != 0);
+  return make_row(float_from_bits(lanes.max_bits), sum_lanes(lanes.squares, width), lanes.nonfinite != 0);
 }
 
 }  // namespace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -105,15 +105,20 @@ def merge_stats(rows: Tensor, *, hierarchical: bool = True) -> GradientStats:
 def analyze(grads: Sequence[Tensor], grad_scale: Scalar | None, *, hierarchical: bool) -> GradientStats:
     """``gradient_stats`` of a list; through the ops where a compiler or a mode must see them."""
     device = grads[0].device if grads else torch.device("cpu")
-    sizes = tuple(grad.numel() for grad in grads)
-    rows = torch.empty(gradient_rows(sizes), ROW_ELEMENTS, dtype=torch.float32, device=device)
-    scale = None if grad_scale is None else scalar_tensor(grad_scale, device)
-    if is_intercepted():
+    sizes = tuple(map(Tensor.numel, grads))
+    intercepted = is_intercepted()
+    count = gradient_rows(sizes) if intercepted else _cached_gradient_rows(sizes)
+    rows = torch.empty(count, ROW_ELEMENTS, dtype=torch.float32, device=device)
+    if intercepted:
+        scale = None if grad_scale is None else scalar_tensor(grad_scale, device)
         torch.ops.fused_adamw.analyze_gradient(grads, rows, grad_scale=scale)
     else:
-        with torch.no_grad():
-            analyze_gradient.update(list(grads), rows, grad_scale)
+        analyze_gradient.update(list(grads), rows, grad_scale)
     return GradientStats(_merge(rows, hierarchical), rows, sizes)
+
+
+# A model asks with the same sizes in each step.
+_cached_gradient_rows = lru_cache(maxsize=64)(gradient_rows)
 
 
 def _merge(rows: Tensor, hierarchical: bool) -> Tensor:
