@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fused_adamw import _C
-from fused_adamw.stats_plan import StatsPlan
+from fused_adamw import _C, stats_plan
 from fused_adamw.torch_library import checks
 from fused_adamw.torch_library.library import bump_versions, read_table, refuse_overlap, register
 
@@ -20,7 +19,7 @@ OP = "fused_adamw::merge_gradient_stats"
 
 def scratch_elements(rows: int, hierarchical: bool) -> int:
     """The size of the scratch that merging takes."""
-    return StatsPlan(rows).scratch_elements if hierarchical and rows > 0 else 0
+    return stats_plan.scratch_elements(rows) if hierarchical else 0
 
 
 def check(rows: Tensor, scratch: Tensor, report: Tensor, hierarchical: bool) -> None:

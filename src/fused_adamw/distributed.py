@@ -7,7 +7,6 @@ DTensor's own dispatch of a list of tensors costs several times the call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def local_groups(op: str, groups: Sequence[StepGroup]) -> Sequence[StepGroup]:
+def local_groups(op: str, groups: list[StepGroup]) -> list[StepGroup]:
     """The groups with the local part in the place of every DTensor.
 
     A gradient that is placed otherwise than its parameter, a sum not yet reduced for one, is brought there:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_adamw import _C
+from fused_adamw.distributed import local_groups
 from fused_adamw.errors import NonfiniteGradientError
 from fused_adamw.options import (
     DEFAULT_GUARD,
@@ -187,6 +188,7 @@ class AdamW(torch.optim.Optimizer):
             record.last = next_stats
         else:
             record.last = self._analyze(groups, amp.grad_scale) if self._is_guarded() else None
+        groups = local_groups(_OP, groups)
         if record.last is None or (stats is None and not self._is_guarded()):
             step_inplace.apply(groups, amp)
             return loss

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_adamw.options import Scalar
 from fused_adamw.stats_plan import ROW_ELEMENTS, gradient_rows
-from fused_adamw.torch_library import analyze_gradient, merge_gradient_stats
+from fused_adamw.torch_library import analyze_gradient, checks, merge_gradient_stats
 from fused_adamw.torch_library.library import is_intercepted, scalar_tensor
 
 
@@ -82,7 +82,8 @@ def gradient_stats(
         TypeError, ValueError: A gradient is refused, as ``torch_library/checks.py`` says.
     """
     grads = [grads] if isinstance(grads, Tensor) else list(grads)
-    return analyze(grads, grad_scale, hierarchical=hierarchical)
+    with torch.no_grad():
+        return analyze(grads, grad_scale, hierarchical=hierarchical)
 
 
 def merge_stats(rows: Tensor, *, hierarchical: bool = True) -> GradientStats:
@@ -98,7 +99,10 @@ def merge_stats(rows: Tensor, *, hierarchical: bool = True) -> GradientStats:
     Raises:
         TypeError, ValueError: These are no rows.
     """
-    rows = rows.detach().contiguous()
+    rows = rows.detach()
+    if rows.layout is torch.strided:
+        rows = rows.contiguous()
+    checks.check_rows(merge_gradient_stats.OP, "rows", rows)
     return GradientStats(_merge(rows, hierarchical), rows)
 
 

@@ -37,11 +37,9 @@ class StatsPlan:
     @property
     def rows_after_stages(self) -> tuple[int, ...]:
         """The number of rows after each stage; the last is 1, the report."""
-        counts: list[int] = []
-        rows = self.rows
-        while rows > 1 or not counts:
-            rows = merged_rows(rows)
-            counts.append(rows)
+        counts = [merged_rows(self.rows)]
+        while counts[-1] > 1:
+            counts.append(merged_rows(counts[-1]))
         return tuple(counts)
 
     @property
@@ -52,12 +50,21 @@ class StatsPlan:
     @property
     def scratch_elements(self) -> int:
         """float32 elements for the rows between the first stage and the report; 12,300 at most."""
-        return ROW_ELEMENTS * sum(self.rows_after_stages[:-1])
+        return scratch_elements(self.rows)
 
 
 def merged_rows(rows: int) -> int:
     """The number of rows that one stage leaves."""
     return -(-rows // ROWS_PER_MERGE)
+
+
+def scratch_elements(rows: int) -> int:
+    """``StatsPlan(rows).scratch_elements``; of no rows and of a tracer's symbol as well."""
+    elements = 0
+    while rows > ROWS_PER_MERGE:
+        rows = merged_rows(rows)
+        elements += ROW_ELEMENTS * rows
+    return elements
 
 
 def gradient_rows(sizes: Iterable[int]) -> int:

@@ -1,0 +1,28 @@
+"""The commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import fused_adamw
+from fused_adamw.cli.train import train
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(train)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fused_adamw {fused_adamw.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """AdamW and AMSGrad as one kernel: see what it does on your machine."""

@@ -1,0 +1,53 @@
+"""A byte-level GPT of plain torch modules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+BYTES = 256
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward layer, each behind a norm and beside a residual path."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_output = nn.Linear(width, width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, context, width) to the same."""
+        heads = self.query_key_value(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_output(attended.transpose(1, 2).flatten(2))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class GPT(nn.Module):
+    """Predicts the next byte; the embedding serves as the output layer too."""
+
+    def __init__(self, context: int, width: int, heads: int, layers: int, seed: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(BYTES, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        generator = torch.Generator().manual_seed(seed)
+        for name, param in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(param)
+            elif param.dim() == 2:
+                nn.init.normal_(param, std=0.02, generator=generator)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy, in nats per byte, of token ids of shape (batch, context)."""
+        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        logits = functional.linear(self.norm(self.blocks(x)), self.tokens.weight)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
