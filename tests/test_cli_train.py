@@ -37,7 +37,7 @@ def loaded(path: Path) -> dict:
 
 def assert_same_bits(a: object, b: object) -> None:
     if isinstance(a, torch.Tensor):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
     elif isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:

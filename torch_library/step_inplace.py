@@ -70,6 +70,13 @@ def apply(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
         update(device_groups, amp)
 
 
+def check(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
+    """Raises what ``apply`` would raise, and writes nothing."""
+    if not must_dispatch(groups):
+        for device_groups in by_device(groups):
+            update(device_groups, amp, skip=True)
+
+
 def must_dispatch(groups: Sequence[StepGroup]) -> bool:
     """Whether a compiler, a mode or a tensor subclass must see the op call."""
     return is_intercepted() or not all(_C.only_plain_tensors(group.lists) for group in groups)

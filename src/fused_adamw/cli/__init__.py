@@ -10,9 +10,9 @@ _NEEDED = ("typer", "rich", "matplotlib")
 
 def main() -> None:
     """Runs the command line."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(f"fused-adamw: the command line needs {', '.join(missing)}: pip install 'fused_adamw[cli]'")
+    if any(importlib.util.find_spec(name) is None for name in _NEEDED):
+        print("fused-adamw needs the 'cli' extra: pip install 'fused_adamw[cli]'", file=sys.stderr)
+        sys.exit(2)
     from fused_adamw.cli.app import app
 
     app(prog_name="fused-adamw")

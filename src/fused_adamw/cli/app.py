@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 import fused_adamw
-from fused_adamw.cli.train import train
+from fused_adamw.cli.train import TrainCommand, train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(train)
+app.command(cls=TrainCommand)(train)
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor
 
 from fused_adamw.cli.errors import CommandError
 
-HELD_OUT_SHARE = 0.1
+# One byte in so many is held out.
+HELD_OUT_PART = 10
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes as token ids (int64, 0 to 255), the last tenth held out from training."""
+    """Bytes as token ids (uint8), the last tenth held out from training."""
 
     training: Tensor
     held_out: Tensor
+    digest: str
+    """SHA-256 of the text."""
 
     @classmethod
     def load(cls, paths: Sequence[Path], context: int) -> Corpus:
@@ -29,18 +32,18 @@ class Corpus:
         Raises:
             CommandError: A file cannot be read, or there is too little text for one window of ``context``.
         """
-        data = _read(paths) if paths else "\n".join(topics[name] for name in sorted(topics)).encode()
-        tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int64) if data else None
-        cut = len(data) - int(len(data) * HELD_OUT_SHARE)
-        if tokens is None or len(data) - cut < context + 2:
-            needed = int((context + 2) / HELD_OUT_SHARE) + 1
+        data = bytearray(_read(paths) if paths else _help_topics())
+        cut = len(data) - len(data) // HELD_OUT_PART
+        if len(data) - cut < context + 1:  # a window and the byte after it
+            needed = HELD_OUT_PART * (context + 1)
             raise CommandError(
                 f"the text has {len(data)} bytes; windows of {context} bytes need {needed} at least"
             )
-        return cls(tokens[:cut], tokens[cut:])
+        tokens = torch.frombuffer(data, dtype=torch.uint8)
+        return cls(tokens[:cut], tokens[cut:], hashlib.sha256(data).hexdigest())
 
     def training_batch(self, seed: int, step: int, batch_size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of step ``step``, shape (batch_size, context).
+        """Inputs and targets of step ``step``, int64 of shape (batch_size, context).
 
         They depend on nothing but the arguments, so that a resumed run needs no replay.
         """
@@ -51,7 +54,7 @@ class Corpus:
     def held_out_batch(self, batch_size: int, context: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets spread evenly over the text that is held out; always the same."""
         last = len(self.held_out) - context - 1
-        starts = torch.linspace(0, last, batch_size).long()
+        starts = torch.arange(batch_size) * last // max(1, batch_size - 1)
         return _windows(self.held_out, starts, context)
 
 
@@ -62,6 +65,14 @@ def _read(paths: Sequence[Path]) -> bytes:
         raise CommandError(f"cannot read {error.filename}: {error.strerror}") from None
 
 
+def _help_topics() -> bytes:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        raise CommandError("this Python carries no help topics; give a text with --data") from None
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
+
+
 def _windows(tokens: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    positions = starts[:, None] + torch.arange(context)
-    return tokens[positions], tokens[positions + 1]
+    windows = tokens[starts[:, None] + torch.arange(context + 1)].long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -27,7 +27,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_output(attended.transpose(1, 2).flatten(2))
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        fed: Tensor = self.feed_forward(self.feed_forward_norm(x))
+        return x + fed
 
 
 class GPT(nn.Module):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,15 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 import fused_adamw
-from fused_adamw.cli.training import Progress, Training
+from fused_adamw.cli.errors import CommandError
+from fused_adamw.cli.training import UNTIMED_STEPS, Progress, Training
 
 OURS = "fused_adamw.AdamW"
-TORCHS = "torch.optim.AdamW(fused=True)"
+TORCHS = "torch.optim.AdamW"
 
 
 def figures(ours: Training, theirs: Training | None) -> dict[str, Any]:
-    """The figures of one training, or of both."""
+    """The figures of one training, or of both; what is not finite is None, for JSON has no NaN."""
     found: dict[str, Any] = {
         "versions": {
             "fused_adamw": fused_adamw.__version__,
@@ -37,72 +40,112 @@ def figures(ours: Training, theirs: Training | None) -> dict[str, Any]:
     }
     if theirs is not None:
         found["optimizers"][TORCHS] = _figures_of(theirs.progress)
-        found["largest_parameter_difference"] = largest_difference(ours, theirs)
+        found["largest_parameter_difference"] = _finite(largest_difference(ours, theirs))
     return found
 
 
 def largest_difference(ours: Training, theirs: Training) -> float:
-    """The largest difference between the parameters of two trainings."""
+    """The largest difference between the parameters of two trainings; NaN if any is NaN."""
     pairs = zip(ours.model.parameters(), theirs.model.parameters(), strict=True)
-    return max((a - b).abs().max().item() for a, b in pairs)
+    return torch.stack([(a.detach() - b.detach()).abs().max() for a, b in pairs]).max().item()
 
 
 def table(found: dict[str, Any]) -> Table:
     """The figures for a terminal."""
-    result = Table(title=f"{found['settings']['steps']} steps, {found['parameters']:,} parameters")
+    settings = found["settings"]
+    result = Table(
+        title=f"{settings['steps']} steps, {found['parameters']:,} parameters, {found['device']}",
+        caption_justify="left",
+    )
     result.add_column("")
     for name in found["optimizers"]:
         result.add_column(name, justify="right")
     rows = {
-        "training loss (nats per byte)": ("training_loss", "{:.6f}"),
+        "last training loss": ("training_loss", "{:.6f}"),
         "held-out loss before": ("held_out_loss_before", "{:.6f}"),
         "held-out loss after": ("held_out_loss", "{:.6f}"),
-        "time in the optimizer (s)": ("optimizer_seconds", "{:.3f}"),
-        "per step, median (ms)": ("optimizer_step_median_ms", "{:.3f}"),
+        "optimizer, all timed steps (s)": ("optimizer_seconds", "{:.3f}"),
+        "number of timed steps": ("optimizer_timed_steps", "{}"),
+        "median optimizer step (ms)": ("optimizer_step_median_ms", "{:.3f}"),
     }
     for label, (key, form) in rows.items():
-        result.add_row(label, *(form.format(run[key]) for run in found["optimizers"].values()))
+        values = [run[key] for run in found["optimizers"].values()]
+        result.add_row(label, *("-" if value is None else form.format(value) for value in values))
+    caption = [f"Losses in nats per byte. Not timed: the first {UNTIMED_STEPS} steps of a process."]
     if "largest_parameter_difference" in found:
-        result.caption = f"largest parameter difference {found['largest_parameter_difference']:.3g}"
+        difference = found["largest_parameter_difference"]
+        shown = "-" if difference is None else f"{difference:.3g}"
+        caption.insert(0, f"Largest parameter difference: {shown}.")
+        caption.append(f"{TORCHS} runs with fused=True.")
+    result.caption = "\n".join(caption)
     return result
 
 
 def write(directory: Path, found: dict[str, Any]) -> tuple[Path, Path]:
-    """Writes figures.json and loss.png; returns their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Writes figures.json and loss.png; returns their paths.
+
+    Raises:
+        CommandError: They cannot be written.
+    """
     json_path, plot_path = directory / "figures.json", directory / "loss.png"
-    json_path.write_text(json.dumps(found, indent=2) + "\n")
-    _plot(found, plot_path)
+    try:
+        json_path.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
+        _plot(found, plot_path)
+    except OSError as error:
+        raise CommandError(f"cannot write {error.filename}: {error.strerror}") from None
     return json_path, plot_path
 
 
 def _figures_of(progress: Progress) -> dict[str, Any]:
+    seconds = progress.optimizer_seconds
+    held_out = [(step, _finite(loss)) for step, loss in progress.held_out]
+    losses = [_finite(loss) for loss in progress.losses]
     return {
-        "training_loss": progress.losses[-1],
-        "held_out_loss_before": progress.held_out[0][1],
-        "held_out_loss": progress.held_out[-1][1],
-        "optimizer_seconds": sum(progress.optimizer_seconds),
-        "optimizer_step_median_ms": 1e3 * progress.optimizer_median,
-        "losses": progress.losses,
-        "held_out": progress.held_out,
+        "training_loss": losses[-1],
+        "held_out_loss_before": held_out[0][1],
+        "held_out_loss": held_out[-1][1],
+        "optimizer_seconds": sum(seconds) if seconds else None,
+        "optimizer_timed_steps": len(seconds),
+        "optimizer_step_median_ms": 1e3 * statistics.median(seconds) if seconds else None,
+        "losses": losses,
+        "held_out": held_out,
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _plot(found: dict[str, Any], path: Path) -> None:
     # No pyplot: nothing global is touched and no display is looked for.
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
-    # The curves lie on each other where all is well, so the second is dashed.
-    for (name, run), style, marker in zip(found["optimizers"].items(), ("-", "--"), ("o", "x"), strict=False):
-        steps = range(1, len(run["losses"]) + 1)
-        (line,) = axes.plot(steps, run["losses"], style, linewidth=1.2, label=f"{name}, training")
+    # The curves lie on each other where all is well: the second is dashed, its marks fit into the first's.
+    styles = (("tab:blue", "-", 2.0, "o", 8), ("tab:orange", "--", 1.2, "x", 6))
+    runs = found["optimizers"].items()
+    for (name, run), (color, line, width, marker, size) in zip(runs, styles, strict=False):
+        losses = [math.nan if loss is None else loss for loss in run["losses"]]
         axes.plot(
-            *zip(*run["held_out"], strict=True),
+            range(1, len(losses) + 1), losses, line, color=color, linewidth=width, label=f"{name}, training"
+        )
+        steps, held_out = zip(*run["held_out"], strict=True)
+        held_out = tuple(math.nan if loss is None else loss for loss in held_out)
+        axes.plot(
+            steps,
+            held_out,
             marker,
-            color=line.get_color(),
+            color=color,
+            markersize=size,
+            markerfacecolor="none",
+            markeredgewidth=1.5,
             label=f"{name}, held out",
         )
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="A byte-level GPT, same seed, same batches")
+    seed = found["settings"]["seed"]
+    axes.set(
+        xlabel="optimizer step",
+        ylabel="loss (nats per byte)",
+        title=f"Byte-level GPT, {found['parameters']:,} parameters, seed {seed}, same batches",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120, metadata={"Software": f"matplotlib {matplotlib.__version__}"})

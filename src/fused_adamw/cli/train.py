@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import signal
-import time
-from collections.abc import Iterator
+import math
+import os
 from pathlib import Path
-from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typer.core import TyperCommand
 
+from fused_adamw.cli import checkpoint as checkpoints
 from fused_adamw.cli import report
 from fused_adamw.cli.corpus import Corpus
 from fused_adamw.cli.errors import CommandError
-from fused_adamw.cli.training import Settings, Training, check_compiler
-
-# How many lines a run prints where there is no terminal to draw a bar on.
-PLAIN_LINES = 10
+from fused_adamw.cli.session import interrupts, quiet_dynamo, run_to_end
+from fused_adamw.cli.training import Settings, Training, check_compiler, deterministic
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 
 
+class TrainCommand(TyperCommand):
+    """Takes several files after one ``--data``, as a shell pattern gives them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads ``--data a b`` as ``--data a --data b``; the command has no arguments that b could be."""
+        spelled: list[str] = []
+        in_data = False
+        for i, arg in enumerate(args):
+            if arg.startswith("-"):
+                in_data = arg == "--data" or arg.startswith("--data=")
+            elif in_data and args[i - 1] != "--data":
+                spelled.append("--data")
+            spelled.append(arg)
+        return super().parse_args(ctx, spelled)
+
+
 def train(
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="A file to train on; give the option several times for several files."),
+        typer.Option(metavar="PATH...", help="Files to train on, in place of Python's help topics."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows of text per step.")] = 16,
@@ -45,7 +56,7 @@ def train(
     max_grad_norm: Annotated[
         float | None, typer.Option(min=0.0, help="Clip the gradients to this norm, inside the step.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the weights and the batches.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     compile: Annotated[bool, typer.Option(help="Compile the training step.")] = True,  # noqa: A002
     compare: Annotated[bool, typer.Option(help="Train with torch.optim.AdamW as well.")] = True,
@@ -58,18 +69,23 @@ def train(
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on from this checkpoint, under the settings it was made with.")
+        Path | None,
+        typer.Option(
+            help="Go on from this checkpoint, under the settings it was made with; --steps is one of them, "
+            "since the learning rates depend on it."
+        ),
     ] = None,
 ) -> None:
     """Train a byte-level GPT with fused_adamw.AdamW, and with torch.optim.AdamW beside it.
 
     The text is that of Python's help topics, or your own (--data). A run that is resumed ends as one that was
-    not interrupted, to the bit.
+    not interrupted, to the bit. The run to compare with is not kept in checkpoints: it starts anew.
     """
-    console = Console()
+    console = Console(highlight=False, markup=False)
     try:
-        _check(device, compile, width, heads)
+        _check(device, compile, width, heads, lr=lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
         corpus = Corpus.load(data or [], context)
+        _check_writable(output, checkpoint)
         settings = Settings(
             steps=steps,
             batch_size=batch_size,
@@ -83,26 +99,33 @@ def train(
             max_grad_norm=max_grad_norm,
             seed=seed,
             device=device,
-            compiled=compile,
-            data=_digest(corpus),
+            compile=compile,
+            data=corpus.digest,
         )
-        ours = Training(settings, corpus, "fused_adamw")
-        if resume is not None:
-            ours.restore(resume)
-        interrupted = _run(ours, report.OURS, console, checkpoint, checkpoint_every)
-        if interrupted:
-            path = checkpoint or output / "checkpoint.pt"
-            ours.save(path)
-            console.print(f"interrupted after {ours.progress.step} steps; go on with --resume {path}")
-            raise typer.Exit(EXIT_INTERRUPTED)
-        if checkpoint is not None:
-            ours.save(checkpoint)
-        theirs = Training(settings, corpus, "torch") if compare else None
-        if theirs is not None and _run(theirs, report.TORCHS, console):
-            console.print(f"interrupted; {report.OURS} had finished")
-            raise typer.Exit(EXIT_INTERRUPTED)
-        found = report.figures(ours, theirs)
-        paths = report.write(output, found)
+        with interrupts() as interrupted, deterministic(), quiet_dynamo():
+            ours = Training(settings, corpus, "fused_adamw")
+            if resume is not None and (note := checkpoints.restore(ours, resume)) is not None:
+                console.print(f"note: {note}", soft_wrap=True)
+            run_to_end(ours, report.OURS, console, interrupted, checkpoint, checkpoint_every)
+            theirs = None
+            if compare and not interrupted:
+                if checkpoint is not None:
+                    checkpoints.save(ours, checkpoint)
+                theirs = Training(settings, corpus, "torch")
+                run_to_end(theirs, report.TORCHS, console, interrupted)
+            if interrupted:
+                path = checkpoint or output / "checkpoint.pt"
+                checkpoints.save(ours, path)
+                console.print(
+                    f"interrupted; {report.OURS} has done {ours.progress.step} of {steps} steps; go on with "
+                    f"--resume {path}",
+                    soft_wrap=True,
+                )
+                raise typer.Exit(EXIT_INTERRUPTED)
+            if checkpoint is not None:
+                checkpoints.save(ours, checkpoint)
+            found = report.figures(ours, theirs)
+            paths = report.write(output, found)
     except CommandError as error:
         typer.echo(f"fused-adamw train: {error}", err=True)
         raise typer.Exit(EXIT_REFUSED) from None
@@ -110,81 +133,39 @@ def train(
     console.print(f"figures in {paths[0]}, curves in {paths[1]}", soft_wrap=True)
 
 
-def _check(device: str, compiled: bool, width: int, heads: int) -> None:
+def _check(device: str, compiled: bool, width: int, heads: int, **numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not math.isfinite(number):
+            raise CommandError(f"--{name.replace('_', '-')} is {number}; a finite number is required")
     try:
-        kind = torch.device(device).type
+        parsed = torch.device(device)
     except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda"):
+        parsed = None
+    if parsed is None or parsed.type not in ("cpu", "cuda"):
         raise CommandError(f"--device is {device}; cpu, cuda or cuda:N is required")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise CommandError(f"--device is {device}, and this torch sees no CUDA device")
+    if parsed.type == "cuda":
+        if not torch.cuda.is_available():
+            raise CommandError(f"--device is {device}, and this torch sees no CUDA device")
+        if parsed.index is not None and parsed.index >= torch.cuda.device_count():
+            raise CommandError(
+                f"--device is {device}, and this torch sees {torch.cuda.device_count()} CUDA devices"
+            )
     if width % heads != 0:
         raise CommandError(f"--width is {width}; a multiple of --heads, {heads}, is required")
     if compiled:
-        check_compiler(kind)
+        check_compiler(parsed.type)
 
 
-def _digest(corpus: Corpus) -> str:
-    tokens = torch.cat([corpus.training, corpus.held_out]).to(torch.uint8)
-    return hashlib.sha256(bytes(tokens.tolist())).hexdigest()
-
-
-def _run(
-    training: Training,
-    name: str,
-    console: Console,
-    checkpoint: Path | None = None,
-    checkpoint_every: int = 1,
-) -> bool:
-    """Trains to the end; returns whether Ctrl-C stopped it, after the step that it fell into."""
-    settings, progress = training.settings, training.progress
-    tokens_per_step = settings.batch_size * settings.context
-    plain_every = max(1, settings.steps // PLAIN_LINES)
-    first_step, start = progress.step, 0.0
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    with _interrupts() as interrupted, bar:
-        status = "(the first one compiles)" if settings.compiled else ""
-        task = bar.add_task(name, total=settings.steps, completed=progress.step, status=status)
-        if not console.is_terminal:
-            console.print(f"{name}: {settings.steps} steps {status}")
-        while progress.step < settings.steps and not interrupted:
-            training.run_step()
-            status = f"loss {progress.losses[-1]:.3f}"
-            if start == 0.0:  # the first step compiles and does not tell of the rate
-                first_step, start = progress.step, time.perf_counter()
-            else:
-                rate = (progress.step - first_step) * tokens_per_step / (time.perf_counter() - start)
-                status += f"  {rate:,.0f} tokens/s"
-            bar.update(task, completed=progress.step, status=status)
-            if not console.is_terminal and progress.step % plain_every == 0:
-                console.print(f"  step {progress.step}/{settings.steps}  {status}")
-            if checkpoint is not None and progress.step % checkpoint_every == 0:
-                training.save(checkpoint)
-    if progress.held_out:
-        console.print(f"{name}: held-out loss {progress.held_out[-1][1]:.4f} after {progress.step} steps")
-    return bool(interrupted) and progress.step < settings.steps
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """A list that Ctrl-C puts an entry into; a second Ctrl-C ends the process as usual."""
-    seen: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        signal.signal(signal.SIGINT, previous)
-
-    previous = signal.signal(signal.SIGINT, note)
+def _check_writable(output: Path, checkpoint: Path | None) -> None:
+    """Finds out before the training, not after it."""
+    folders = [output] if checkpoint is None else [output, checkpoint.parent]
     try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, previous)
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / f".{os.getpid()}.probe"
+            probe.touch()
+            probe.unlink()
+    except OSError as error:
+        raise CommandError(f"cannot write to {error.filename}: {error.strerror}") from None
+    if checkpoint is not None and checkpoint.is_dir():
+        raise CommandError(f"cannot write {checkpoint}: it is a folder")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-import pickle
 import shutil
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import CppCompileError
 
 import fused_adamw
 from fused_adamw.cli.corpus import Corpus
@@ -27,7 +27,7 @@ HELD_OUT_BATCH = 32
 HELD_OUT_POINTS = 10
 """How often the held-out loss is taken in a run, besides before the first step."""
 
-# The first steps compile and fault memory in: their times say nothing of a step.
+# The first steps of a process compile and fault memory in: their times say nothing of a step.
 UNTIMED_STEPS = 2
 
 
@@ -47,7 +47,7 @@ class Settings:
     max_grad_norm: float | None
     seed: int
     device: str
-    compiled: bool
+    compile: bool
     data: str
     """SHA-256 of the text."""
 
@@ -68,18 +68,16 @@ class Progress:
     held_out: list[tuple[int, float]] = field(default_factory=list)
     """(steps done, loss)"""
     optimizer_seconds: list[float] = field(default_factory=list)
-
-    @property
-    def optimizer_median(self) -> float:
-        """Seconds per optimizer step."""
-        return statistics.median(self.optimizer_seconds[UNTIMED_STEPS:] or self.optimizer_seconds)
+    """Of every step but the first ``UNTIMED_STEPS`` of each process."""
 
 
 class Training:
     """A model in training with one optimizer.
 
-    The step is compiled in two parts, the loss with its backward pass and the optimizer's step, because
-    ``Tensor.backward()`` inside a compiled function breaks the graph.
+    The step is compiled in two parts: the loss, whose backward pass AOTAutograd compiles with it, and the
+    optimizer's step. As one function it would not stay one graph: Dynamo breaks it at ``Tensor.backward()``
+    (unless the private ``torch._dynamo.config.trace_autograd_ops`` is set) and runs ``zero_grad`` eagerly.
+    Both parts are compiled with ``fullgraph``, so that what cannot be compiled is an error, not a slow run.
     """
 
     def __init__(
@@ -96,21 +94,29 @@ class Training:
         self._lr = torch.zeros((), dtype=torch.float64, device=self.device)
         options: dict[str, Any] = {"weight_decay": settings.weight_decay, "amsgrad": settings.amsgrad}
         self._clip: float | None = None
+        # What torch's training needs compiled, ours has compiled by then.
+        self.compiles = settings.compile and optimizer == "fused_adamw"
         if optimizer == "fused_adamw":
-            self.optimizer: torch.optim.Optimizer = fused_adamw.AdamW(
-                self.model.parameters(), lr=self._lr, max_grad_norm=settings.max_grad_norm, **options
-            )
+            try:
+                self.optimizer: torch.optim.Optimizer = fused_adamw.AdamW(
+                    self.model.parameters(), lr=self._lr, max_grad_norm=settings.max_grad_norm, **options
+                )
+            except (TypeError, ValueError) as error:  # a device without kernels, say
+                raise CommandError(str(error)) from None
             step = self.optimizer.step
-            self._optimizer_step: Callable[[], Any] = torch.compile(step) if settings.compiled else step
+            self._optimizer_step: Callable[[], Any] = (
+                torch.compile(step, fullgraph=True) if settings.compile else step
+            )
         else:
             # torch's fastest on these devices; it cannot be compiled.
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True, **options)
             self._optimizer_step = self.optimizer.step
             self._clip = settings.max_grad_norm
-        self._loss = _compiled_loss() if settings.compiled else _loss
+        self._loss = _compiled_loss() if settings.compile else _loss
         self._held_out = [
             tensor.to(self.device) for tensor in corpus.held_out_batch(HELD_OUT_BATCH, settings.context)
         ]
+        self._untimed = UNTIMED_STEPS
 
     @property
     def parameter_count(self) -> int:
@@ -118,66 +124,49 @@ class Training:
         return sum(param.numel() for param in self.model.parameters())
 
     def run_step(self) -> None:
-        """One step; appends to the progress."""
+        """One step; appends to the progress.
+
+        Raises:
+            CommandError: The step cannot be compiled; it has not been taken then.
+        """
         settings, progress = self.settings, self.progress
-        if progress.step == 0:
+        if not progress.held_out:
             self._take_held_out_loss()
         inputs, targets = self.corpus.training_batch(
             settings.seed, progress.step, settings.batch_size, settings.context
         )
         self._set_learning_rate(settings.learning_rate(progress.step))
         self.optimizer.zero_grad()
-        loss = self._loss(self.model, inputs.to(self.device), targets.to(self.device))
-        loss.backward()
+        with _compiler_errors():
+            loss = self._loss(self.model, inputs.to(self.device), targets.to(self.device))
+            loss.backward()
+            self._synchronize()
+            start = time.perf_counter()
+            if self._clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+            self._optimizer_step()
         self._synchronize()
-        start = time.perf_counter()
-        if self._clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-        self._optimizer_step()
-        self._synchronize()
-        progress.optimizer_seconds.append(time.perf_counter() - start)
+        if self._untimed == 0:
+            progress.optimizer_seconds.append(time.perf_counter() - start)
+        else:
+            self._untimed -= 1
         progress.losses.append(loss.item())
         progress.step += 1
         if progress.step % max(1, settings.steps // HELD_OUT_POINTS) == 0 or progress.step == settings.steps:
             self._take_held_out_loss()
 
-    def save(self, path: Path) -> None:
-        """Writes a checkpoint; one that is there is replaced whole or not at all."""
-        contents = {
-            "settings": asdict(self.settings),
-            "progress": asdict(self.progress),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            torch.save(contents, temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer, to the bit.
 
-    def restore(self, path: Path) -> None:
-        """Goes on from a checkpoint; the batches and the learning rate follow from the step.
-
-        Raises:
-            CommandError: There is no checkpoint that this run could go on from.
+        No random state belongs to it: weights are drawn before the first step and batches from their step's
+        own generator.
         """
-        try:
-            contents = torch.load(path, map_location=self.device, weights_only=True)
-            settings, progress = contents["settings"], Progress(**contents["progress"])
-        except OSError as error:
-            raise CommandError(f"cannot read {path}: {error.strerror}") from None
-        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError):
-            raise CommandError(f"{path} is no checkpoint of this command") from None
-        for name, value in asdict(self.settings).items():
-            if settings.get(name) != value:
-                raise CommandError(
-                    f"{path} was made with {name} {settings.get(name)}, and this run has {value}; the same "
-                    "is required"
-                )
-        self.model.load_state_dict(contents["model"])
-        self.optimizer.load_state_dict(contents["optimizer"])
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], progress: Progress) -> None:
+        """Goes on from there; the batches and the learning rate follow from the step."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr  # the loaded tensor is another object, which run_step would not fill
         self.progress = progress
@@ -190,6 +179,7 @@ class Training:
                 group["lr"] = value
 
     def _take_held_out_loss(self) -> None:
+        # Not compiled: without gradients it would be another graph, which takes longer than it saves.
         with torch.no_grad():
             loss = _loss(self.model, *self._held_out)
         self.progress.held_out.append((self.progress.step, loss.item()))
@@ -199,13 +189,45 @@ class Training:
             torch.cuda.synchronize(self.device)
 
 
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Lets torch use only what gives the same bits each time.
+
+    Inductor's backward pass of an embedding, for one, otherwise adds rows in the order in which threads come.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for; read when CUDA starts
+    filling: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # Filling is for finding reads of uninitialised memory, and costs a pass over each tensor.
+    filling.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        filling.fill_uninitialized_memory = before[1]
+
+
+@contextlib.contextmanager
+def _compiler_errors() -> Iterator[None]:
+    try:
+        yield
+    except (TorchDynamoException, CppCompileError) as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        reason = next((line for line in lines if line), type(error).__name__).rstrip(".")
+        raise CommandError(f"the step cannot be compiled: {reason}; --no-compile trains without") from error
+
+
 def check_compiler(device: str) -> None:
-    """Refuses to compile for the CPU where no C++ compiler is found (CommandError)."""
-    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
-    if device == "cpu" and not any(shutil.which(compiler) for compiler in compilers):
+    """Refuses to compile for the CPU where Inductor's C++ compiler is missing (CommandError).
+
+    One that is there and does not work is found at the first step.
+    """
+    compiler = os.environ.get("CXX", "g++")  # as torch._inductor.config.cpp.cxx has it
+    if device == "cpu" and shutil.which(compiler) is None:
         raise CommandError(
-            f"torch.compile needs a C++ compiler and found no {' or '.join(compilers)}; install one, or give "
-            "--no-compile"
+            f"torch.compile needs a C++ compiler and found no {compiler}; install one, name one in CXX, or "
+            "give --no-compile"
         )
 
 
@@ -216,5 +238,6 @@ def _loss(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled_loss() -> Callable[[GPT, Tensor, Tensor], Tensor]:
-    # Of a function of the model, not a method of one: both trainings share what is compiled.
-    return torch.compile(_loss)
+    # Of a function of the model, not a method of one: both trainings share what is compiled. Shapes are fixed
+    # in a run, and a graph for any shape could differ in bits from one for this shape.
+    return torch.compile(_loss, fullgraph=True, dynamic=False)

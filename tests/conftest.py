@@ -1,0 +1,54 @@
+"""Fixtures for all tests: the devices to run on, and settings of torch that a test may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import pytest
+import torch
+
+import fused_adamw
+from fused_adamw.torch_library import checks
+
+# The same examples in every run: a failure is a change of the code, and nothing is kept between runs.
+hypothesis.settings.register_profile(
+    "fused_adamw", derandomize=True, database=None, deadline=None, print_blob=False
+)
+hypothesis.settings.load_profile("fused_adamw")
+
+
+@pytest.fixture(scope="session", params=checks.BACKENDS)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that this version has kernels for."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.empty(0, device=request.param).device
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of torch's threads for one test."""
+    threads = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def set_capability() -> Iterator[Callable[[str], None]]:
+    """Sets the instruction set of the CPU kernels for one test."""
+    capability = fused_adamw.cpu_capability()
+    yield fused_adamw.set_cpu_capability
+    fused_adamw.set_cpu_capability(capability)
+
+
+@pytest.fixture
+def flush_denormals() -> Iterator[Callable[[], None]]:
+    """Makes this thread's arithmetic flush subnormal numbers to zero for one test."""
+
+    def flush() -> None:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor cannot flush subnormal numbers")
+
+    yield flush
+    torch.set_flush_denormal(False)
