@@ -50,8 +50,9 @@ void for_each_tensor(const std::vector<const TensorTable*>& tables, bool written
 // The written tensors in the order of their addresses, or the first two that overlap.
 std::optional<Overlap> sort_written(const std::vector<const TensorTable*>& tables, Intervals& intervals) {
   for_each_tensor(tables, true, [&](const Interval& interval) { intervals.push_back(interval); });
-  std::sort(intervals.begin(), intervals.end(),
-            [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+  // Stable, so that of two tensors at one place the same is always named first.
+  std::stable_sort(intervals.begin(), intervals.end(),
+                   [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
   for (std::size_t i = 1; i < intervals.size(); ++i) {
     if (intervals[i].begin < intervals[i - 1].end) {
       return Overlap{intervals[i - 1].position, intervals[i].position};
@@ -83,6 +84,7 @@ std::int64_t TensorTable::add(const dlpack::Tensor& tensor) {
               tensor.dtype.bits << 8 | tensor.dtype.code);
   layout_.add(static_cast<std::uint64_t>(tensor.device.type) << 32 |
               static_cast<std::uint32_t>(tensor.device.id));
+  if (!first_device_) first_device_ = tensor.device;
   std::int64_t size = 1;
   for (std::int32_t d = 0; d < tensor.ndim; ++d) {
     size *= tensor.shape[d];

@@ -37,6 +37,22 @@ def local_groups(op: str, groups: list[StepGroup]) -> list[StepGroup]:
     return [group._replace(lists=_local_lists(op, group.lists, dtensor)) for group in groups]
 
 
+def refuse_local_statistics(op: str, groups: list[StepGroup]) -> None:
+    """Refuses to take statistics of gradients that other processes hold parts of (ValueError).
+
+    A process would clip by the norm of its own part, or skip alone. Which processes hold what, and what is
+    counted once, only the caller knows.
+    """
+    dtensor = _dtensor_type()
+    if dtensor is not None and any(
+        isinstance(grad, dtensor) for group in groups for grad in group.lists.grads
+    ):
+        raise ValueError(
+            f"{op}: gradients are DTensors, whose statistics are spread over processes; gather the reports "
+            "of gradient_stats() of the local parts, merge_stats() them, and pass the result as step(stats=...)"
+        )
+
+
 def _dtensor_type() -> type[DTensor] | None:
     """The class, or None where nothing has imported it, so that there can be no instance."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_adamw import _C
-from fused_adamw.distributed import local_groups
+from fused_adamw.distributed import local_groups, refuse_local_statistics
 from fused_adamw.errors import NonfiniteGradientError
 from fused_adamw.options import (
     DEFAULT_GUARD,
@@ -23,8 +23,8 @@ from fused_adamw.options import (
 from fused_adamw.stats import GradientStats, analyze
 from fused_adamw.torch_library import adamw_scaled, checks, step_inplace
 from fused_adamw.torch_library.checks import StepLists
-from fused_adamw.torch_library.library import AmpTensors, StepOptions
 from fused_adamw.torch_library.step_inplace import StepGroup
+from fused_adamw.torch_library.step_options import AmpTensors, StepOptions
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -241,6 +241,7 @@ class AdamW(torch.optim.Optimizer):
         return GradientGuardOptions(max_norm=self.max_grad_norm)
 
     def _analyze(self, groups: list[StepGroup], grad_scale: Scalar | None) -> _Taken:
+        refuse_local_statistics(_OP, groups)
         grads = [grad for group in groups for grad in group.lists.grads]
         params = [param for group in groups for param in group.lists.params]
         stats = analyze(grads, grad_scale, hierarchical=self.hierarchical_stats)
@@ -252,6 +253,7 @@ class AdamW(torch.optim.Optimizer):
             raise NonfiniteGradientError.naming(_OP, last.nonfinite_parameters or ["the statistics given"])
 
     def _clip_and_step(self, groups: list[StepGroup], amp: AmpTensors) -> None:
+        step_inplace.check(groups, amp)  # before the gradients change
         last = self.last_stats
         if last is None or last.skipped:
             return
@@ -378,7 +380,7 @@ class _GroupPlan:
         self._params = list(group["params"])
         self._without_grad = [param.grad is None for param in self._params]
         self._states = [state[param] for param in lists.params]
-        self._lists = lists
+        self._lists = lists._replace(grads=())  # a plan must not keep gradients alive
 
     def lists(self, group: dict[str, Any]) -> StepLists | None:
         """The lists with the gradients of now, or None where the plan no longer holds."""
