@@ -16,10 +16,12 @@
 #define FUSED_ADAMW_FUNCTION static __device__ __forceinline__
 #define FUSED_ADAMW_SQRT(x) __fsqrt_rn(x)
 #define FUSED_ADAMW_SQRT_DOUBLE(x) __dsqrt_rn(x)
+#define FUSED_ADAMW_NAN __int_as_float(0x7fc00000)
 #else
 #define FUSED_ADAMW_FUNCTION static inline __attribute__((always_inline))
 #define FUSED_ADAMW_SQRT(x) __builtin_sqrtf(x)
 #define FUSED_ADAMW_SQRT_DOUBLE(x) __builtin_sqrt(x)
+#define FUSED_ADAMW_NAN __builtin_nanf("")
 #endif
 
 namespace fused_adamw {
@@ -47,7 +49,7 @@ struct Element {
 };
 
 // Processors differ in the payload and sign of the NaN that they produce; one NaN keeps the bits equal.
-FUSED_ADAMW_FUNCTION float canonical_nan(float x) { return x == x ? x : __builtin_nanf(""); }
+FUSED_ADAMW_FUNCTION float canonical_nan(float x) { return x == x ? x : FUSED_ADAMW_NAN; }
 
 template <bool kAmsgrad>
 FUSED_ADAMW_FUNCTION Element adamw_update(Element old, float grad, const UpdateScalars& scalars) {

@@ -7,6 +7,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -18,6 +19,8 @@
 #include "cpu/gradient_stats.h"
 #include "cpu/instruction_set.h"
 #include "cpu/parallel.h"
+#include "cuda/driver.h"
+#include "cuda/launches.h"
 #include "dlpack_abi.h"
 #include "tensor_table.h"
 
@@ -109,8 +112,8 @@ dlpack::Tensor read_tensor(PyObject* object) {
   return tensor;
 }
 
-// Whether the storage holds the negated values, which DLPack does not tell. Such a view, the imaginary part of
-// a conjugate, steps over the real parts: only with one element can its strides pass the checks.
+// Whether the storage holds the negated values, which DLPack does not tell. Such a view, the imaginary part
+// of a conjugate, steps over the real parts: only with one element can its strides pass the checks.
 bool is_negated(PyObject* tensor) {
   return py::reinterpret_borrow<py::object>(tensor).attr("is_neg")().cast<bool>();
 }
@@ -262,6 +265,54 @@ void merge_all_rows(const TensorTable& table, bool hierarchical) {
   }
 }
 
+cuda::Stream current_stream(int device) {
+  void* stream = nullptr;
+  if (torch_api.exchange->current_work_stream(dlpack::kCuda, device, &stream) != 0)
+    throw py::error_already_set();
+  return stream;
+}
+
+// A number, or a tensor of one element on the device.
+cuda::Scalar cuda_scalar(const py::object& value) {
+  if (!PyType_IsSubtype(Py_TYPE(value.ptr()), torch_api.tensor_type)) {
+    return {value.cast<double>(), nullptr, cuda::kOnHost};
+  }
+  const dlpack::Tensor tensor = read_tensor(value.ptr());
+  const void* const pointer = static_cast<const char*>(tensor.data) + tensor.byte_offset;
+  if (tensor.dtype.code == dlpack::kBool) return {0.0, pointer, cuda::kDeviceBool};
+  if (tensor.dtype.code == dlpack::kInt) return {0.0, pointer, cuda::kDeviceInt64};
+  return {0.0, pointer, tensor.dtype.bits == 64 ? cuda::kDeviceFloat64 : cuda::kDeviceFloat32};
+}
+
+cuda::StepSettings cuda_step_settings(const py::object& lr, const py::object& beta1, const py::object& beta2,
+                                      const py::object& grad_scale, const py::object& found_inf,
+                                      double weight_decay, double eps, double clip, const py::object& report,
+                                      double max_norm, double norm_epsilon, bool maximize) {
+  cuda::StepSettings settings = {};
+  settings.lr = cuda_scalar(lr);
+  settings.beta1 = cuda_scalar(beta1);
+  settings.beta2 = cuda_scalar(beta2);
+  settings.grad_scale = cuda_scalar(grad_scale);
+  settings.found_inf = cuda_scalar(found_inf);
+  settings.weight_decay = weight_decay;
+  settings.eps = eps;
+  settings.clip = clip;
+  settings.report = report.is_none() ? nullptr : static_cast<const float*>(cuda_scalar(report).pointer);
+  settings.max_norm = max_norm;
+  settings.norm_epsilon = norm_epsilon;
+  settings.maximize = maximize;
+  return settings;
+}
+
+void cuda_step_out_of_place(const cuda::Module& module, const std::vector<const TensorTable*>& olds,
+                            const std::vector<const TensorTable*>& updateds,
+                            const std::vector<py::object>& steps, const cuda::StepSettings& settings) {
+  std::vector<cuda::Scalar> scalars;
+  scalars.reserve(steps.size());
+  for (const py::object& step : steps) scalars.push_back(cuda_scalar(step));
+  cuda::step_out_of_place(module, olds, updateds, scalars, settings, current_stream(module.device()));
+}
+
 using Position = std::tuple<std::size_t, std::size_t, std::size_t>;
 
 std::optional<std::tuple<Position, Position>> find_overlap_positions(
@@ -296,7 +347,9 @@ PYBIND11_MODULE(_C, m) {
   py::class_<TensorTable>(m, "TensorTable")
       .def(py::init(&read_table), py::arg("op"), py::arg("lists"), py::arg("written"))
       .def("layout_known", &TensorTable::layout_known)
-      .def("remember_layout", &TensorTable::remember_layout);
+      .def("remember_layout", &TensorTable::remember_layout)
+      .def_property_readonly("device_index", [](const TensorTable& self) { return self.device().id; })
+      .def("list_size", [](const TensorTable& self, std::size_t list) { return self.tensors(list).size(); });
 
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](double lr, double beta1, double beta2, double weight_decay, double eps,
@@ -324,6 +377,46 @@ PYBIND11_MODULE(_C, m) {
         return clip_coefficient({report[0], report[1], report[2]}, max_norm, epsilon);
       },
       py::arg("report"), py::arg("max_norm"), py::arg("epsilon"));
+
+  py::register_exception<cuda::DriverError>(m, "CudaDriverError", PyExc_RuntimeError);
+  m.def("cuda_compute_capability", &cuda::compute_capability, py::arg("device"));
+  m.def("cuda_driver_version", &cuda::driver_version);
+  py::class_<cuda::Module>(m, "CudaModule")
+      .def(py::init([](int device, const py::bytes& cubin) {
+             return std::make_unique<cuda::Module>(device, static_cast<std::string_view>(cubin));
+           }),
+           py::arg("device"), py::arg("cubin"));
+  py::class_<cuda::StepSettings>(m, "CudaStepSettings")
+      .def(py::init(&cuda_step_settings), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+           py::arg("grad_scale"), py::arg("found_inf"), py::arg("weight_decay"), py::arg("eps"),
+           py::arg("clip"), py::arg("report"), py::arg("max_norm"), py::arg("norm_epsilon"),
+           py::arg("maximize"));
+  m.def(
+      "cuda_step_in_place",
+      [](const cuda::Module& module, const TensorTable& table, const cuda::StepSettings& settings) {
+        cuda::step_in_place(module, table, settings, current_stream(module.device()));
+      },
+      py::arg("module"), py::arg("table"), py::arg("settings"));
+  m.def("cuda_step_out_of_place", &cuda_step_out_of_place, py::arg("module"), py::arg("olds"),
+        py::arg("updateds"), py::arg("steps"), py::arg("settings"));
+  m.def(
+      "cuda_analyze_gradients",
+      [](const cuda::Module& module, const TensorTable& table, const py::object& grad_scale) {
+        cuda::analyze_gradients(module, table, cuda_scalar(grad_scale), current_stream(module.device()));
+      },
+      py::arg("module"), py::arg("table"), py::arg("grad_scale"));
+  m.def(
+      "cuda_merge_rows",
+      [](const cuda::Module& module, const TensorTable& table) {
+        cuda::merge_rows(module, table, current_stream(module.device()));
+      },
+      py::arg("module"), py::arg("table"));
+  m.def(
+      "cuda_merge_all_rows",
+      [](const cuda::Module& module, const TensorTable& table, bool hierarchical) {
+        cuda::merge_all_rows(module, table, hierarchical, current_stream(module.device()));
+      },
+      py::arg("module"), py::arg("table"), py::arg("hierarchical"));
 
   m.def("has_openmp_runtime", &cpu::has_openmp_runtime);
   m.def("cpu_capabilities", &cpu_capabilities);

@@ -17,7 +17,7 @@ struct Device {
   std::int32_t id;
 };
 
-enum DataTypeCode : std::uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4 };
+enum DataTypeCode : std::uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4, kBool = 6 };
 
 struct DataType {
   std::uint8_t code;  // DataTypeCode, or a value that this project does not know

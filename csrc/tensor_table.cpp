@@ -84,6 +84,7 @@ std::int64_t TensorTable::add(const dlpack::Tensor& tensor) {
               tensor.dtype.bits << 8 | tensor.dtype.code);
   layout_.add(static_cast<std::uint64_t>(tensor.device.type) << 32 |
               static_cast<std::uint32_t>(tensor.device.id));
+  if (!first_device_) first_device_ = tensor.device;
   std::int64_t size = 1;
   for (std::int32_t d = 0; d < tensor.ndim; ++d) {
     size *= tensor.shape[d];

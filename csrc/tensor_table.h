@@ -55,12 +55,16 @@ class TensorTable {
   // The tensors of one list; none where the op has no such list.
   const std::vector<TensorView>& tensors(std::size_t list) const;
 
+  // The device of the first tensor, and so of all once the layout was checked.
+  dlpack::Device device() const { return first_device_.value_or(dlpack::Device{dlpack::kCpu, 0}); }
+
   // Whether remember_layout() was called for a table of the same op, lists, dtypes, devices, shapes, strides.
   bool layout_known() const;
   void remember_layout() const;
 
  private:
   std::vector<List> lists_;
+  std::optional<dlpack::Device> first_device_;
   Fingerprint layout_;
 };
 

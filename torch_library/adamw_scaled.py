@@ -17,20 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_adamw import _C
 from fused_adamw.options import DEFAULT_GUARD, DEFAULT_OPTIONS, GradientGuardOptions, Scalar
 from fused_adamw.torch_library import checks, step_inplace
 from fused_adamw.torch_library.checks import StepLists
-from fused_adamw.torch_library.library import (
+from fused_adamw.torch_library.library import register
+from fused_adamw.torch_library.step_inplace import StepGroup
+from fused_adamw.torch_library.step_options import (
     OPTIONS_AS_NUMBERS,
     OPTIONS_AS_TENSORS,
     AmpTensors,
     StepOptions,
-    register,
     split_options,
     tensor_arguments,
 )
-from fused_adamw.torch_library.step_inplace import StepGroup
 
 OP = "fused_adamw::adamw_scaled"
 
@@ -51,8 +50,8 @@ def apply(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptio
         update(device_groups, report, guard, amp)
 
 
-def update(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptions, amp: AmpTensors) -> bool:
-    """Updates all groups of one device, unless the report says to skip; returns whether it did.
+def update(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptions, amp: AmpTensors) -> None:
+    """Updates all groups of one device, unless the report says to skip.
 
     Raises as ``checks`` says, before anything is written.
     """
@@ -60,12 +59,7 @@ def update(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOpti
     checks.check_backend(OP, device)
     _check_report(report, device)
     checks.check_guard(OP, guard.max_norm, guard.epsilon)
-    max_abs, squares, nonfinite = report.tolist()
-    skip = nonfinite != 0.0
-    coefficient = 1.0
-    if guard.max_norm is not None and not skip:
-        coefficient = _C.clip_coefficient((max_abs, squares, nonfinite), guard.max_norm, guard.epsilon)
-    return step_inplace.update(groups, amp, op=OP, clip=coefficient, skip=skip)
+    step_inplace.update(groups, amp, op=OP, report=report, guard=guard)
 
 
 def _check_report(report: Tensor, device: torch.device) -> None:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fused_adamw import _C
 from fused_adamw.stats_plan import gradient_rows
 from fused_adamw.torch_library import checks
 from fused_adamw.torch_library.library import (
-    AmpTensors,
+    backend,
     bump_versions,
-    cpu_threads,
     read_table,
     refuse_overlap,
     register,
 )
+from fused_adamw.torch_library.step_options import AmpTensors
 
 OP = "fused_adamw::analyze_gradient"
 
@@ -34,18 +33,18 @@ def check(grads: list[Tensor], rows: Tensor) -> None:
 
 
 def update(grads: list[Tensor], rows: Tensor, grad_scale: Tensor | float | None = None) -> None:
-    """The implementation for the CPU."""
+    """The implementation."""
     checks.refuse_autograd(OP, {"grads": grads, "rows": rows})
     checks.check_backend(OP, rows.device)
     amp = AmpTensors(grad_scale, None)
     amp.check_tensors(OP, rows.device)
-    scale = amp.scale(OP)
+    amp.check_values(OP)
     table = read_table(OP, [grads, [rows]], [False, True], lambda: check(grads, rows))
     refuse_overlap(OP, [table], ("grads", "rows"))
     if rows.numel() == 0:
         return
     bump_versions([[rows]])
-    _C.analyze_gradients(table, scale, cpu_threads())
+    backend(rows.device).analyze_gradients(table, amp)
 
 
 def _fake(grads: list[Tensor], rows: Tensor, grad_scale: Tensor | None = None) -> None:

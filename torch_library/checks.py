@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fused_adamw.stats_plan import MAX_ROWS, ROW_ELEMENTS
 
-BACKENDS = ("cpu",)
+BACKENDS = ("cpu", "cuda")
 PARAM_DTYPES = (torch.float32,)
 MOMENT_DTYPES = (torch.float32,)
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fused_adamw import _C, stats_plan
+from fused_adamw import stats_plan
 from fused_adamw.torch_library import checks
-from fused_adamw.torch_library.library import bump_versions, read_table, refuse_overlap, register
+from fused_adamw.torch_library.library import backend, bump_versions, read_table, refuse_overlap, register
 
 OP = "fused_adamw::merge_gradient_stats"
 
@@ -32,7 +32,7 @@ def check(rows: Tensor, scratch: Tensor, report: Tensor, hierarchical: bool) -> 
 
 
 def update(rows: Tensor, scratch: Tensor, report: Tensor, *, hierarchical: bool = True) -> None:
-    """The implementation for the CPU."""
+    """The implementation."""
     checks.refuse_autograd(OP, {"rows": rows, "scratch": scratch, "report": report})
     checks.check_backend(OP, rows.device)
     table = read_table(
@@ -43,7 +43,7 @@ def update(rows: Tensor, scratch: Tensor, report: Tensor, *, hierarchical: bool 
     )
     refuse_overlap(OP, [table], ("rows", "scratch", "report"))
     bump_versions([[scratch], [report]])
-    _C.merge_all_rows(table, hierarchical)
+    backend(rows.device).merge_all_rows(table, hierarchical)
 
 
 def _fake(rows: Tensor, scratch: Tensor, report: Tensor, *, hierarchical: bool = True) -> None:

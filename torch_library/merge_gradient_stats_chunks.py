@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fused_adamw import _C
 from fused_adamw.stats_plan import merged_rows
 from fused_adamw.torch_library import checks
-from fused_adamw.torch_library.library import bump_versions, read_table, refuse_overlap, register
+from fused_adamw.torch_library.library import backend, bump_versions, read_table, refuse_overlap, register
 
 OP = "fused_adamw::merge_gradient_stats_chunks"
 
@@ -24,13 +23,13 @@ def check(rows: Tensor, merged: Tensor) -> None:
 
 
 def update(rows: Tensor, merged: Tensor) -> None:
-    """The implementation for the CPU."""
+    """The implementation."""
     checks.refuse_autograd(OP, {"rows": rows, "merged": merged})
     checks.check_backend(OP, rows.device)
     table = read_table(OP, [[rows], [merged]], [False, True], lambda: check(rows, merged))
     refuse_overlap(OP, [table], ("rows", "merged"))
     bump_versions([[merged]])
-    _C.merge_rows(table)
+    backend(rows.device).merge_rows(table)
 
 
 def _fake(rows: Tensor, merged: Tensor) -> None:

@@ -20,15 +20,13 @@ from torch import Tensor
 from fused_adamw import _C
 from fused_adamw.options import DEFAULT_OPTIONS, Scalar
 from fused_adamw.torch_library import checks
-from fused_adamw.torch_library.library import (
+from fused_adamw.torch_library.library import backend, is_intercepted, register
+from fused_adamw.torch_library.step_options import (
     OPTIONS_AS_NUMBERS,
     OPTIONS_AS_TENSORS,
     AmpTensors,
     StepOptions,
     check_option_tensor,
-    cpu_threads,
-    is_intercepted,
-    register,
     scalar_tensor,
     split_options,
     tensor_arguments,
@@ -56,13 +54,15 @@ class StepInput(NamedTuple):
         self.options.check_tensors(OP, device)
         self.amp.check_tensors(OP, device)
 
-    def check_values(self, clip: float = 1.0) -> tuple[int, _C.StepOptions]:
-        """The number of complete updates and the options, checked."""
+    def check_values(self) -> None:
+        """Checks what the host can read without waiting for a device."""
         checks.check_backend(OP, self.param.device)
-        # int() would cut a fraction off, so the check comes first.
-        count = self.step.item() if isinstance(self.step, Tensor) else self.step
-        checks.check_step_count(OP, "step", count)
-        return int(count), self.options.numbers(OP, self.amp.scale(OP), clip)
+        if not isinstance(self.step, Tensor):
+            checks.check_step_count(OP, "step", self.step)
+        elif self.step.device.type == "cpu":
+            checks.check_step_count(OP, "step", self.step.item())
+        self.options.check_values(OP)
+        self.amp.check_values(OP)
 
 
 def apply(given: StepInput) -> tuple[Tensor, ...]:
@@ -92,10 +92,9 @@ def check(given: StepInput) -> None:
 
 
 def update(given: StepInput) -> tuple[Tensor, ...]:
-    """The implementation for the CPU."""
-    given.check_metadata()  # before the value of found_inf is read
-    if given.amp.skip():
-        given.check_values()
+    """The implementation."""
+    if backend(given.param.device).must_skip(given.amp, None):
+        check(given)
         return (
             given.param.clone(),
             *(
@@ -107,13 +106,11 @@ def update(given: StepInput) -> tuple[Tensor, ...]:
 
 
 def update_all(inputs: Sequence[StepInput], clip: float = 1.0) -> list[tuple[Tensor, ...]]:
-    """The results of many updates, in one parallel region; ``clip`` multiplies the gradients."""
-    counts, options, olds, results, news = [], [], [], [], []
+    """The results of many updates with the same options, at once; ``clip`` multiplies the gradients."""
+    olds, results, news = [], [], []
     for given in inputs:
         given.check_metadata()
-        count, numbers = given.check_values(clip)
-        counts.append(count)
-        options.append(numbers)
+        given.check_values()
         moments = [[] if tensor is None else [tensor] for tensor in given.moments.values()]
         old = [[given.param], [given.grad], *moments]
         olds.append(_C.TensorTable(OP, old, [False] * len(old)))
@@ -122,7 +119,10 @@ def update_all(inputs: Sequence[StepInput], clip: float = 1.0) -> list[tuple[Ten
         results.append(new)
         new_lists = [[new[0]], [], *([result] for result in new[1:])]
         news.append(_C.TensorTable(OP, new_lists, [True] * len(new_lists)))
-    _C.adamw_step(olds, news, options, counts, cpu_threads())
+    first = inputs[0]
+    backend(first.param.device).step_out_of_place(
+        olds, news, first.options, first.amp, [given.step for given in inputs], clip
+    )
     return results
 
 

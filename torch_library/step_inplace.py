@@ -22,20 +22,22 @@ import torch
 from torch import Tensor
 
 from fused_adamw import _C
-from fused_adamw.options import DEFAULT_OPTIONS, Scalar
+from fused_adamw.options import DEFAULT_GUARD, DEFAULT_OPTIONS, GradientGuardOptions, Scalar
 from fused_adamw.torch_library import checks
 from fused_adamw.torch_library.checks import StepLists
 from fused_adamw.torch_library.library import (
-    OPTIONS_AS_NUMBERS,
-    OPTIONS_AS_TENSORS,
-    AmpTensors,
-    StepOptions,
+    backend,
     bump_versions,
-    cpu_threads,
     is_intercepted,
     read_table,
     refuse_overlap,
     register,
+)
+from fused_adamw.torch_library.step_options import (
+    OPTIONS_AS_NUMBERS,
+    OPTIONS_AS_TENSORS,
+    AmpTensors,
+    StepOptions,
     split_options,
     tensor_arguments,
 )
@@ -93,36 +95,41 @@ def by_device(groups: Sequence[StepGroup]) -> Iterable[list[StepGroup]]:
 
 
 def update(
-    groups: Sequence[StepGroup], amp: AmpTensors, *, op: str = OP, clip: float = 1.0, skip: bool = False
-) -> bool:
-    """Updates all groups, of one device, in one parallel region; the op is this for one group.
+    groups: Sequence[StepGroup],
+    amp: AmpTensors,
+    *,
+    op: str = OP,
+    report: Tensor | None = None,
+    guard: GradientGuardOptions = DEFAULT_GUARD,
+    skip: bool = False,
+) -> None:
+    """Updates all groups, of one device, at once; the op is this for one group.
 
-    ``clip`` multiplies the gradients. Returns whether the groups were updated, not skipped. Everything is
+    ``report`` and ``guard`` are those of ``adamw_scaled``. ``skip``: check, and write nothing. Everything is
     checked before anything is written. Raises as ``checks`` says, in the name of ``op``.
     """
     device = groups[0].lists.params[0].device
     checks.check_backend(op, device)
     amp.check_tensors(op, device)
-    scale = amp.scale(op)
+    amp.check_values(op)
     tables = []
-    options = []
     for group in groups:
         checks.refuse_autograd(op, group.lists._asdict())
         check = functools.partial(checks.check_step_lists, op, group.lists)
         tables.append(read_table(OP, group.lists, _WRITTEN, check))
         group.options.check_tensors(op, device)
-        options.append(group.options.numbers(op, scale, clip))
+        group.options.check_values(op)
     refuse_overlap(op, tables, StepLists._fields, elementwise=True)
-    bad_step = _C.find_bad_step(tables)
+    runs = backend(device)
+    bad_step = runs.bad_step(tables)
     if bad_step is not None:
         table, i = bad_step
         checks.check_step_count(op, f"state_steps[{i}]", groups[table].lists.state_steps[i].item())
-    if skip or amp.skip():
-        return False
+    if skip or runs.must_skip(amp, report):
+        return
     for group in groups:
         bump_versions(tensors for tensors, written in zip(group.lists, _WRITTEN, strict=True) if written)
-    _C.adamw_step_in_place(tables, options, cpu_threads())
-    return True
+    runs.step_in_place(tables, [group.options for group in groups], amp, report, guard)
 
 
 def fake_update(lists: StepLists, options: StepOptions, amp: AmpTensors, *, op: str = OP) -> None:

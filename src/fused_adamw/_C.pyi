@@ -29,6 +29,12 @@ class TensorTable:
         """Whether the same op, dtypes, devices, shapes and strides were remembered before."""
 
     def remember_layout(self) -> None: ...
+    @property
+    def device_index(self) -> int:
+        """The index of the device that the first tensor is on."""
+
+    def list_size(self, index: int) -> int:
+        """The number of tensors in a list; 0 where there is no such list."""
 
 class StepOptions:
     """The options of one group of tensors, as numbers."""
@@ -86,6 +92,54 @@ def merge_all_rows(table: TensorTable, hierarchical: bool) -> None:
 def clip_coefficient(report: Sequence[float], max_norm: float, epsilon: float) -> float:
     """``min(1, max_norm / (norm + epsilon))`` of a report's norm."""
 
+class CudaDriverError(RuntimeError):
+    """The CUDA driver is missing, or a call to it failed."""
+
+def cuda_compute_capability(device: int) -> int:
+    """Major * 10 + minor."""
+
+def cuda_driver_version() -> int:
+    """1000 * major + 10 * minor."""
+
+class CudaModule:
+    """Kernels of one cubin, loaded on one device for the life of the process."""
+
+    def __init__(self, device: int, cubin: bytes) -> None: ...
+
+class CudaStepSettings:
+    """The options of a launch: numbers, or tensors of one element on the device.
+
+    Valid while the caller holds the tensors. ``max_norm`` below 0: no clipping.
+    """
+
+    def __init__(
+        self,
+        lr: float | Tensor,
+        beta1: float | Tensor,
+        beta2: float | Tensor,
+        grad_scale: float | Tensor,
+        found_inf: float | Tensor,
+        weight_decay: float,
+        eps: float,
+        clip: float,
+        report: Tensor | None,
+        max_norm: float,
+        norm_epsilon: float,
+        maximize: bool,
+    ) -> None: ...
+
+# The counterparts of the functions above on the current stream of the module's device.
+def cuda_step_in_place(module: CudaModule, table: TensorTable, settings: CudaStepSettings) -> None: ...
+def cuda_step_out_of_place(
+    module: CudaModule,
+    olds: Sequence[TensorTable],
+    updateds: Sequence[TensorTable],
+    steps: Sequence[float | Tensor],
+    settings: CudaStepSettings,
+) -> None: ...
+def cuda_analyze_gradients(module: CudaModule, table: TensorTable, grad_scale: float | Tensor) -> None: ...
+def cuda_merge_rows(module: CudaModule, table: TensorTable) -> None: ...
+def cuda_merge_all_rows(module: CudaModule, table: TensorTable, hierarchical: bool) -> None: ...
 def has_openmp_runtime() -> bool: ...
 def cpu_capabilities() -> list[str]: ...
 def cpu_capability() -> str: ...

@@ -23,7 +23,8 @@ from fused_adamw.options import (
 from fused_adamw.stats import GradientStats, gradient_stats
 from fused_adamw.torch_library import checks
 from fused_adamw.torch_library import step as step_op
-from fused_adamw.torch_library.library import AmpTensors, StepOptions, is_intercepted
+from fused_adamw.torch_library.library import is_intercepted
+from fused_adamw.torch_library.step_options import AmpTensors, StepOptions
 
 _GUARDED = "fused_adamw.guarded_adamw_step"
 

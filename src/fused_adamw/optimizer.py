@@ -23,8 +23,8 @@ from fused_adamw.options import (
 from fused_adamw.stats import GradientStats, analyze
 from fused_adamw.torch_library import adamw_scaled, checks, step_inplace
 from fused_adamw.torch_library.checks import StepLists
-from fused_adamw.torch_library.library import AmpTensors, StepOptions
 from fused_adamw.torch_library.step_inplace import StepGroup
+from fused_adamw.torch_library.step_options import AmpTensors, StepOptions
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 

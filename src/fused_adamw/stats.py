@@ -13,7 +13,8 @@ from torch import Tensor
 from fused_adamw.options import Scalar
 from fused_adamw.stats_plan import ROW_ELEMENTS, gradient_rows
 from fused_adamw.torch_library import analyze_gradient, checks, merge_gradient_stats
-from fused_adamw.torch_library.library import is_intercepted, scalar_tensor
+from fused_adamw.torch_library.library import is_intercepted
+from fused_adamw.torch_library.step_options import scalar_tensor
 
 
 @dataclass(frozen=True)

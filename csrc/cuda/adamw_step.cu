@@ -1,0 +1,199 @@
+// The AdamW / AMSGrad step: 28 bytes per parameter (36 with AMSGrad), 2 fewer for 16-bit gradients.
+//
+// A block of 256 threads updates 1024 elements of one tensor, four neighbours a thread, by 16-byte accesses
+// where the pointers allow. While its elements are under way, one thread forms the scalars of the tensor in
+// float64 (bias corrections, clip coefficient) from what lies on the device: nothing is read back, and a
+// replayed graph counts on. The last block of a tensor to finish advances its step counter, when all have
+// read it.
+#include "device_support.cuh"
+#include "gradient_stats.h"
+#include "update_scalars.h"
+
+namespace fused_adamw::cuda {
+
+__device__ __forceinline__ long long steps_done(const InPlaceTensor& tensor) {
+  return static_cast<long long>(*tensor.step);
+}
+
+__device__ __forceinline__ long long steps_done(const OutOfPlaceTensor& tensor) {
+  return static_cast<long long>(read(tensor.step));
+}
+
+// In place, an array is read and written; see the CPU's TensorUpdate for what may share memory.
+__device__ __forceinline__ OutOfPlaceTensor arrays(const InPlaceTensor& tensor) {
+  return {tensor.param,          tensor.grad,  tensor.exp_avg, tensor.exp_avg_sq,
+          tensor.max_exp_avg_sq, tensor.param, tensor.exp_avg, tensor.exp_avg_sq,
+          tensor.max_exp_avg_sq, {},           tensor.shape};
+}
+
+__device__ __forceinline__ const OutOfPlaceTensor& arrays(const OutOfPlaceTensor& tensor) { return tensor; }
+
+template <typename Tensor>
+constexpr bool kInPlace = false;
+template <>
+constexpr bool kInPlace<InPlaceTensor> = true;
+
+// Whether nothing is to be updated; else the options with the values that lie on the device.
+__device__ __forceinline__ bool read_options(const StepSettings& settings, StepOptions& options) {
+  options = {read(settings.lr), read(settings.beta1),      read(settings.beta2), settings.weight_decay,
+             settings.eps,      read(settings.grad_scale), settings.clip,        settings.maximize};
+  bool skip = read(settings.found_inf) != 0.0;
+  // The host refuses such a scale where it can see it.
+  const float inverse = inverse_grad_scale(options.grad_scale);
+  skip |= !(inverse > 0.0f && inverse < __int_as_float(0x7f800000));
+  if (settings.report != nullptr) {
+    const StatsRow report = {settings.report[0], settings.report[1], settings.report[2]};
+    skip |= report.nonfinite != 0.0f;
+    if (settings.max_norm >= 0.0) {
+      options.clip = clip_coefficient(report, settings.max_norm, settings.norm_epsilon);
+    }
+  }
+  return skip;
+}
+
+// What thread 0 forms for its block.
+struct BlockScalars {
+  UpdateScalars scalars;
+  bool skip;
+};
+
+// Four elements of a thread.
+template <typename Gradient, bool kAmsgrad>
+struct Quad {
+  float param[4], grad[4], exp_avg[4], exp_avg_sq[4], max_exp_avg_sq[4];
+
+  __device__ __forceinline__ void load(const OutOfPlaceTensor& tensor, long long first) {
+    const bool state = tensor.exp_avg != nullptr;
+    const Gradient* grads = static_cast<const Gradient*>(tensor.grad);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) exp_avg[k] = exp_avg_sq[k] = max_exp_avg_sq[k] = 0.0f;
+    if (whole(tensor, first)) {
+      load4(tensor.param + first, param);
+      load4(grads + first, grad);
+      if (state) {
+        load4(tensor.exp_avg + first, exp_avg);
+        load4(tensor.exp_avg_sq + first, exp_avg_sq);
+        if (kAmsgrad) load4(tensor.max_exp_avg_sq + first, max_exp_avg_sq);
+      }
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (first + k < tensor.shape.size) {
+        param[k] = tensor.param[first + k];
+        grad[k] = to_float32(grads[first + k]);
+        if (state) {
+          exp_avg[k] = tensor.exp_avg[first + k];
+          exp_avg_sq[k] = tensor.exp_avg_sq[first + k];
+          if (kAmsgrad) max_exp_avg_sq[k] = tensor.max_exp_avg_sq[first + k];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void update(const UpdateScalars& scalars) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const Element old = {param[k], exp_avg[k], exp_avg_sq[k], max_exp_avg_sq[k]};
+      const Element element = adamw_update<kAmsgrad>(old, grad[k], scalars);
+      param[k] = element.param;
+      exp_avg[k] = element.exp_avg;
+      exp_avg_sq[k] = element.exp_avg_sq;
+      max_exp_avg_sq[k] = element.max_exp_avg_sq;
+    }
+  }
+
+  __device__ __forceinline__ void store(const OutOfPlaceTensor& tensor, long long first) const {
+    if (whole(tensor, first)) {
+      store4(tensor.new_param + first, param);
+      store4(tensor.new_exp_avg + first, exp_avg);
+      store4(tensor.new_exp_avg_sq + first, exp_avg_sq);
+      if (kAmsgrad) store4(tensor.new_max_exp_avg_sq + first, max_exp_avg_sq);
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (first + k < tensor.shape.size) {
+        tensor.new_param[first + k] = param[k];
+        tensor.new_exp_avg[first + k] = exp_avg[k];
+        tensor.new_exp_avg_sq[first + k] = exp_avg_sq[k];
+        if (kAmsgrad) tensor.new_max_exp_avg_sq[first + k] = max_exp_avg_sq[k];
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ bool whole(const OutOfPlaceTensor& tensor, long long first) {
+    return tensor.shape.vectorised && first + 4 <= tensor.shape.size;
+  }
+};
+
+template <typename Gradient, bool kAmsgrad>
+__device__ __forceinline__ void update_block(const OutOfPlaceTensor& tensor, long long first, bool in_place,
+                                             const StepSettings& settings, long long done,
+                                             BlockScalars& shared) {
+  // Before this thread's loads, or the float64 values would take registers beside the elements; the seven
+  // other warps do not wait for it to ask for theirs.
+  if (threadIdx.x == 0) {
+    StepOptions options;
+    shared.skip = read_options(settings, options);
+    shared.scalars = update_scalars(options, done + 1);
+  }
+  Quad<Gradient, kAmsgrad> quad;
+  quad.load(tensor, first);
+  __syncthreads();
+  if (shared.skip && in_place) return;
+  const UpdateScalars scalars = shared.scalars;
+  if (!shared.skip) quad.update(scalars);
+  quad.store(tensor, first);
+}
+
+// Whether the update was skipped.
+template <typename Tensor, bool kAmsgrad>
+__device__ __forceinline__ bool step(const StepParameters<Tensor>& parameters) {
+  __shared__ BlockScalars shared;
+  const StepSettings& settings = parameters.settings;
+  const int index = find_tensor(parameters.first_block, settings.tensors);
+  const Tensor& tensor = parameters.tensors[index];
+  const long long block = blockIdx.x - parameters.first_block[index];
+  const long long first = block * kElementsPerBlock + threadIdx.x * kElementsPerThread;
+  const OutOfPlaceTensor all = arrays(tensor);
+  const long long done = steps_done(tensor);
+  constexpr bool in_place = kInPlace<Tensor>;
+  switch (tensor.shape.grad) {
+    case kGradFloat16:
+      update_block<Half, kAmsgrad>(all, first, in_place, settings, done, shared);
+      break;
+    case kGradBFloat16:
+      update_block<BFloat16, kAmsgrad>(all, first, in_place, settings, done, shared);
+      break;
+    default:
+      update_block<float, kAmsgrad>(all, first, in_place, settings, done, shared);
+  }
+  return shared.skip;
+}
+
+// The end of a block's work in place: the last block of a tensor advances its counter, when all have read it.
+__device__ __forceinline__ void finish(const StepParameters<InPlaceTensor>& parameters, bool skip) {
+  if (threadIdx.x != 0) return;
+  // Searched for again: kept until here, the index would cost the update registers, and so blocks under way.
+  const int index = find_tensor(parameters.first_block, parameters.settings.tensors);
+  const InPlaceTensor& tensor = parameters.tensors[index];
+  const unsigned blocks =
+      static_cast<unsigned>((tensor.shape.size + kElementsPerBlock - 1) / kElementsPerBlock);
+  if (is_last_block(parameters.settings.slot + index, blocks) && !skip) *tensor.step += 1.0f;
+}
+
+__device__ __forceinline__ void finish(const StepParameters<OutOfPlaceTensor>&, bool) {}
+
+}  // namespace fused_adamw::cuda
+
+using namespace fused_adamw::cuda;
+
+// One variant a compilation: FUSED_ADAMW_TENSOR is InPlaceTensor or OutOfPlaceTensor, FUSED_ADAMW_AMSGRAD a
+// bool. A step needs one or two of the four, and each takes 0.2 s to compile.
+extern "C" __global__ void __launch_bounds__(kThreads, kStepBlocksPerProcessor)
+    adamw_step(const __grid_constant__ StepParameters<FUSED_ADAMW_TENSOR> parameters) {
+  const bool skip = step<FUSED_ADAMW_TENSOR, FUSED_ADAMW_AMSGRAD>(parameters);
+  finish(parameters, skip);
+}

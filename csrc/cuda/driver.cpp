@@ -1,0 +1,154 @@
+#include "driver.h"
+
+#include <dlfcn.h>
+
+#include "launch_parameters.h"
+
+namespace fused_adamw::cuda {
+namespace {
+
+// The part of the driver's ABI that is used here (cuda.h); handles are pointers, results and devices ints.
+constexpr int kSuccess = 0;
+constexpr int kComputeCapabilityMajor = 75;
+constexpr int kComputeCapabilityMinor = 76;
+constexpr int kCaptureModeRelaxed = 2;
+
+struct Driver {
+  int (*init)(unsigned);
+  int (*driver_version)(int*);
+  int (*device_get)(int*, int);
+  int (*device_attribute)(int*, int, int);
+  int (*primary_context)(void**, int);
+  int (*push_context)(void*);
+  int (*pop_context)(void**);
+  int (*load_module)(void**, const void*);
+  int (*get_function)(void**, void*, const char*);
+  int (*launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
+                       void**, void**);
+  int (*error_name)(int, const char**);
+  int (*is_capturing)(void*, int*);
+  int (*exchange_capture_mode)(int*);
+};
+
+template <typename Function>
+void load_symbol(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  if (function == nullptr) throw DriverError(std::string("libcuda.so.1 has no ") + name);
+}
+
+void check(const Driver& driver, int result, const std::string& what) {
+  if (result == kSuccess) return;
+  const char* name = nullptr;
+  driver.error_name(result, &name);
+  throw DriverError(what + " failed: " + (name != nullptr ? name : "error " + std::to_string(result)));
+}
+
+Driver load_driver() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW);
+  if (library == nullptr) throw DriverError("no CUDA driver: libcuda.so.1 was not found");
+  Driver driver;
+  load_symbol(library, "cuInit", driver.init);
+  load_symbol(library, "cuDriverGetVersion", driver.driver_version);
+  load_symbol(library, "cuDeviceGet", driver.device_get);
+  load_symbol(library, "cuDeviceGetAttribute", driver.device_attribute);
+  load_symbol(library, "cuDevicePrimaryCtxRetain", driver.primary_context);
+  load_symbol(library, "cuCtxPushCurrent_v2", driver.push_context);
+  load_symbol(library, "cuCtxPopCurrent_v2", driver.pop_context);
+  load_symbol(library, "cuModuleLoadData", driver.load_module);
+  load_symbol(library, "cuModuleGetFunction", driver.get_function);
+  load_symbol(library, "cuLaunchKernel", driver.launch_kernel);
+  load_symbol(library, "cuGetErrorName", driver.error_name);
+  load_symbol(library, "cuStreamIsCapturing", driver.is_capturing);
+  load_symbol(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode);
+  check(driver, driver.init(0), "cuInit");
+  return driver;
+}
+
+const Driver& driver() {
+  static const Driver loaded = load_driver();
+  return loaded;
+}
+
+int device_handle(int device) {
+  int handle = 0;
+  check(driver(), driver().device_get(&handle, device), "cuDeviceGet(" + std::to_string(device) + ")");
+  return handle;
+}
+
+class ContextScope {
+ public:
+  explicit ContextScope(void* context) {
+    check(driver(), driver().push_context(context), "cuCtxPushCurrent");
+  }
+  ~ContextScope() {
+    void* context = nullptr;
+    driver().pop_context(&context);
+  }
+};
+
+// Loading a module while a stream of this thread captures is legal where the mode is relaxed.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
+  ~RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
+
+ private:
+  int mode_ = kCaptureModeRelaxed;
+};
+
+}  // namespace
+
+int compute_capability(int device) {
+  const int handle = device_handle(device);
+  int major = 0;
+  int minor = 0;
+  check(driver(), driver().device_attribute(&major, kComputeCapabilityMajor, handle), "cuDeviceGetAttribute");
+  check(driver(), driver().device_attribute(&minor, kComputeCapabilityMinor, handle), "cuDeviceGetAttribute");
+  return 10 * major + minor;
+}
+
+int driver_version() {
+  int version = 0;
+  check(driver(), driver().driver_version(&version), "cuDriverGetVersion");
+  return version;
+}
+
+Module::Module(int device, std::string_view cubin) : device_(device) {
+  const RelaxedCapture relaxed;
+  check(driver(), driver().primary_context(&context_, device_handle(device)), "cuDevicePrimaryCtxRetain");
+  const ContextScope scope(context_);
+  check(driver(), driver().load_module(&module_, cubin.data()), "cuModuleLoadData");
+}
+
+void Module::launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream,
+                    const void* parameter) const {
+  const ContextScope scope(context_);
+  void*& function = functions_[kernel];
+  if (function == nullptr) {
+    const RelaxedCapture relaxed;
+    check(driver(), driver().get_function(&function, module_, kernel),
+          std::string("cuModuleGetFunction ") + kernel);
+  }
+  void* parameters[] = {const_cast<void*>(parameter)};
+  check(driver(),
+        driver().launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, nullptr),
+        std::string("launch of ") + kernel);
+}
+
+unsigned Module::next_slots(Stream stream, unsigned count) const {
+  int capturing = 0;
+  {
+    const ContextScope scope(context_);
+    check(driver(), driver().is_capturing(stream, &capturing), "cuStreamIsCapturing");
+  }
+  // Half of the slots each, taken in turn. A slot comes up again after hundreds of launches with full tables:
+  // more than a stream holds, and it is 0 again by then.
+  constexpr unsigned kHalf = kSlots / 2;
+  unsigned& next = capturing == 0 ? next_eager_slot_ : next_captured_slot_;
+  if (next + count > kHalf) next = 0;
+  const unsigned first = next;
+  next += count;
+  return capturing == 0 ? first : kHalf + first;
+}
+
+}  // namespace fused_adamw::cuda

@@ -1,0 +1,50 @@
+// The CUDA driver, found at run time: contexts, modules and launches. Links nothing and needs no toolkit.
+#pragma once
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+namespace fused_adamw::cuda {
+
+class DriverError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Compute capability as major * 10 + minor. Throws DriverError where there is no driver or no such device.
+int compute_capability(int device);
+
+// The driver's CUDA version, as 1000 * major + 10 * minor.
+int driver_version();
+
+using Stream = void*;
+
+// Kernels of one cubin, in the primary context of one device. They live as long as the process: unloading
+// would have to wait for every launch and captured graph.
+class Module {
+ public:
+  Module(int device, std::string_view cubin);
+
+  // One launch with a single by-value parameter. Throws DriverError; nothing has run then.
+  void launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream,
+              const void* parameter) const;
+
+  // The first of `count` counters of finished blocks for a launch on this stream (see is_last_block in
+  // device_support.cuh). Launches in flight together get different ones; a captured launch keeps its own for
+  // all replays.
+  unsigned next_slots(Stream stream, unsigned count) const;
+
+  int device() const { return device_; }
+
+ private:
+  int device_;
+  void* context_ = nullptr;
+  void* module_ = nullptr;
+  mutable std::unordered_map<std::string, void*> functions_;
+  mutable unsigned next_eager_slot_ = 0;
+  mutable unsigned next_captured_slot_ = 0;
+};
+
+}  // namespace fused_adamw::cuda

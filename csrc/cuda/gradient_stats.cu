@@ -1,0 +1,216 @@
+// Gradient statistics: one read of each gradient (4 or 2 bytes per element), 12 bytes written per 16,384.
+//
+// The lanes of gradient_stats.h are laid on a block so that no sum has to be reordered: thread t keeps lanes
+// 4t to 4t+3 in float64 registers and adds the elements that one 16-byte access brings, then the tree over
+// neighbours goes through registers, warp shuffles and eight values in shared memory.
+#include "device_support.cuh"
+#include "gradient_stats.h"
+#include "update_scalars.h"
+
+namespace fused_adamw::cuda {
+
+constexpr int kWarps = kThreads / 32;
+constexpr unsigned kInfinityBits = 0x7F800000u;
+
+static_assert(kElementsPerPass == kLanes, "a thread keeps four lanes");
+
+struct LaneSums {
+  double squares[4];
+  unsigned max_bits;
+  bool nonfinite;
+};
+
+__device__ __forceinline__ void add_value(LaneSums& sums, int lane, float value) {
+  unsigned bits = __float_as_uint(value) & 0x7FFFFFFFu;
+  const bool finite = bits < kInfinityBits;
+  sums.nonfinite |= !finite;
+  bits = finite ? bits : 0u;
+  sums.max_bits = max(sums.max_bits, bits);
+  const double magnitude = static_cast<double>(__uint_as_float(bits));
+  sums.squares[lane] += magnitude * magnitude;
+}
+
+// The row of a block; only thread 0 has it.
+__device__ __forceinline__ StatsRow merge_lanes(const LaneSums& sums) {
+  __shared__ double warp_squares[kWarps];
+  __shared__ unsigned warp_max[kWarps];
+  __shared__ bool warp_nonfinite[kWarps];
+  double squares = (sums.squares[0] + sums.squares[1]) + (sums.squares[2] + sums.squares[3]);
+  unsigned max_bits = sums.max_bits;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    squares += __shfl_xor_sync(0xffffffffu, squares, distance);
+    max_bits = max(max_bits, __shfl_xor_sync(0xffffffffu, max_bits, distance));
+  }
+  const bool nonfinite = __any_sync(0xffffffffu, sums.nonfinite);
+  const int warp = threadIdx.x / 32;
+  __syncthreads();  // the last use of the shared values, where a block merges more than once
+  if (threadIdx.x % 32 == 0) {
+    warp_squares[warp] = squares;
+    warp_max[warp] = max_bits;
+    warp_nonfinite[warp] = nonfinite;
+  }
+  __syncthreads();
+  StatsRow row = {};
+  if (threadIdx.x == 0) {
+    double total[kWarps];
+    unsigned most = 0;
+    bool any = false;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      total[w] = warp_squares[w];
+      most = max(most, warp_max[w]);
+      any |= warp_nonfinite[w];
+    }
+#pragma unroll
+    for (int width = kWarps / 2; width > 0; width /= 2) {
+#pragma unroll
+      for (int w = 0; w < width; ++w) total[w] = total[2 * w] + total[2 * w + 1];
+    }
+    row = make_row(__uint_as_float(most), total[0], any);
+  }
+  return row;
+}
+
+template <typename Gradient>
+__device__ __forceinline__ LaneSums sum_chunk(const Gradient* elements, long long count, bool vectorised,
+                                              float inverse_scale) {
+  constexpr int kPasses = static_cast<int>(kElementsPerRow / kLanes);
+  constexpr int kInFlight = 8;  // accesses of a thread that are under way together
+  LaneSums sums = {};
+  const int lane = threadIdx.x * kElementsPerThread;
+  if (vectorised && count == kElementsPerRow) {
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; pass += kInFlight) {
+      float values[kInFlight][4];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) load4(elements + (pass + i) * kLanes + lane, values[i]);
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) add_value(sums, k, values[i][k] * inverse_scale);
+      }
+    }
+  } else {
+    for (long long base = lane; base < count; base += kLanes) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (base + k < count) add_value(sums, k, to_float32(elements[base + k]) * inverse_scale);
+      }
+    }
+  }
+  return sums;
+}
+
+__device__ __forceinline__ void store_row(float* rows, long long index, const StatsRow& row) {
+  rows[3 * index] = row.max_abs;
+  rows[3 * index + 1] = row.scaled_sum_of_squares;
+  rows[3 * index + 2] = row.nonfinite;
+}
+
+// Up to 1024 rows into one; thread t takes rows 4t to 4t+3.
+__device__ __forceinline__ StatsRow merge_block(const float* rows, long long count) {
+  LaneSums sums = {};
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const long long i = threadIdx.x * 4 + k;
+    if (i < count) {
+      // Through the second-level cache: the rows of a later stage were written by other blocks of this
+      // launch.
+      const StatsRow row = {__ldcg(rows + 3 * i), __ldcg(rows + 3 * i + 1), __ldcg(rows + 3 * i + 2)};
+      sums.squares[k] = sum_of_squares(row);
+      sums.max_bits = max(sums.max_bits, __float_as_uint(row.max_abs));
+      sums.nonfinite |= row.nonfinite != 0.0f;
+    }
+  }
+  return merge_lanes(sums);
+}
+
+}  // namespace fused_adamw::cuda
+
+using namespace fused_adamw;
+using namespace fused_adamw::cuda;
+
+// Grid: one block per row.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    analyze_gradients(const __grid_constant__ AnalyzeParameters parameters) {
+  const int index = find_tensor(parameters.first_block, parameters.tensors);
+  const GradientTensor& tensor = parameters.gradients[index];
+  const long long first = (blockIdx.x - parameters.first_block[index]) * kElementsPerRow;
+  const long long count = min(tensor.shape.size - first, kElementsPerRow);
+  const float inverse_scale = inverse_grad_scale(read(parameters.grad_scale));
+  LaneSums sums;
+  switch (tensor.shape.grad) {
+    case kGradFloat16:
+      sums = sum_chunk(static_cast<const Half*>(tensor.grad) + first, count, tensor.shape.vectorised,
+                       inverse_scale);
+      break;
+    case kGradBFloat16:
+      sums = sum_chunk(static_cast<const BFloat16*>(tensor.grad) + first, count, tensor.shape.vectorised,
+                       inverse_scale);
+      break;
+    default:
+      sums = sum_chunk(static_cast<const float*>(tensor.grad) + first, count, tensor.shape.vectorised,
+                       inverse_scale);
+  }
+  const StatsRow row = merge_lanes(sums);
+  if (threadIdx.x == 0) store_row(parameters.rows, blockIdx.x, row);
+}
+
+// Grid: one block per 1024 rows. One stage.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    merge_rows(const __grid_constant__ MergeParameters parameters) {
+  const long long first = blockIdx.x * kRowsPerMerge;
+  const StatsRow row = merge_block(parameters.rows + 3 * first, min(parameters.count - first, kRowsPerMerge));
+  if (threadIdx.x == 0) store_row(parameters.report, blockIdx.x, row);
+}
+
+// Grid: one block per 1024 rows. All stages: the last block to finish the first goes on with the others.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    merge_all_rows(const __grid_constant__ MergeParameters parameters) {
+  __shared__ bool last;
+  const long long first = blockIdx.x * kRowsPerMerge;
+  float* target = gridDim.x == 1 ? parameters.report : parameters.scratch;
+  const StatsRow row = merge_block(parameters.rows + 3 * first, min(parameters.count - first, kRowsPerMerge));
+  if (threadIdx.x == 0) {
+    store_row(target, blockIdx.x, row);
+    last = false;
+    if (gridDim.x > 1) {
+      __threadfence();
+      last = is_last_block(parameters.slot, gridDim.x);
+      __threadfence();
+    }
+  }
+  __syncthreads();
+  if (!last) return;
+  const float* rows = parameters.scratch;
+  long long count = gridDim.x;
+  while (true) {
+    const long long merged = (count + kRowsPerMerge - 1) / kRowsPerMerge;
+    target = merged == 1 ? parameters.report : const_cast<float*>(rows) + 3 * count;
+    for (long long i = 0; i < merged; ++i) {
+      const StatsRow next =
+          merge_block(rows + 3 * i * kRowsPerMerge, min(count - i * kRowsPerMerge, kRowsPerMerge));
+      if (threadIdx.x == 0) store_row(target, i, next);
+    }
+    if (merged == 1) return;
+    __threadfence();
+    __syncthreads();
+    rows = target;
+    count = merged;
+  }
+}
+
+// Grid: one thread. All rows in a single sum, one after another.
+extern "C" __global__ void merge_all_rows_serially(const __grid_constant__ MergeParameters parameters) {
+  double squares = 0.0;
+  float max_abs = 0.0f;
+  bool nonfinite = false;
+  for (long long i = 0; i < parameters.count; ++i) {
+    const StatsRow row = {parameters.rows[3 * i], parameters.rows[3 * i + 1], parameters.rows[3 * i + 2]};
+    squares += sum_of_squares(row);
+    max_abs = fmaxf(max_abs, row.max_abs);
+    nonfinite |= row.nonfinite != 0.0f;
+  }
+  store_row(parameters.report, 0, make_row(max_abs, squares, nonfinite));
+}

@@ -1,0 +1,34 @@
+// From tables of tensors to launches: fills the parameters of the kernels, in as many launches as the tables
+// need.
+#pragma once
+
+#include <vector>
+
+#include "../tensor_table.h"
+#include "driver.h"
+#include "launch_parameters.h"
+
+namespace fused_adamw::cuda {
+
+// The lists of a step's table, in this order; see bindings.cpp.
+// In place: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps.
+void step_in_place(const Module& module, const TensorTable& table, const StepSettings& settings,
+                   Stream stream);
+
+// Entry k is the one tensor of olds[k] and updateds[k] (params, grads, exp_avgs, ...), after steps[k]
+// updates.
+void step_out_of_place(const Module& module, const std::vector<const TensorTable*>& olds,
+                       const std::vector<const TensorTable*>& updateds, const std::vector<Scalar>& steps,
+                       const StepSettings& settings, Stream stream);
+
+// Lists: gradients, [rows].
+void analyze_gradients(const Module& module, const TensorTable& table, const Scalar& grad_scale,
+                       Stream stream);
+
+// Lists: [rows], [merged].
+void merge_rows(const Module& module, const TensorTable& table, Stream stream);
+
+// Lists: [rows], [scratch], [report].
+void merge_all_rows(const Module& module, const TensorTable& table, bool hierarchical, Stream stream);
+
+}  // namespace fused_adamw::cuda
