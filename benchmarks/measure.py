@@ -7,7 +7,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -70,8 +70,7 @@ def conditions() -> dict[str, object]:
     }
 
 
-def save(path: Path, figures: dict[str, object]) -> None:
-    """Writes the figures with their conditions as JSON."""
+def write_json(path: Path, contents: dict[str, object]) -> None:
+    """Writes figures with their conditions."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    plain = {key: asdict(value) if isinstance(value, Timing) else value for key, value in figures.items()}
-    path.write_text(json.dumps({"conditions": conditions(), **plain}, indent=2) + "\n")
+    path.write_text(json.dumps(contents, indent=2) + "\n")

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from measure import alternate, conditions, memory_bytes_per_second, save
+from measure import alternate, conditions, memory_bytes_per_second, write_json
 
 Step = Callable[[], object]
 Params = list[torch.nn.Parameter]
@@ -86,4 +86,4 @@ def compare(description: str, cases: dict[str, dict[str, Callable[[Params], Step
     console.print(conditions())
     console.print(table)
     if output is not None:
-        save(output, figures)
+        write_json(output, {"conditions": conditions(), **figures})

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
@@ -109,6 +110,10 @@ dlpack::Tensor read_tensor(PyObject* object) {
   }
   dlpack::Tensor tensor;
   if (torch_api.exchange->tensor_from_py_object(object, &tensor) != 0) throw py::error_already_set();
+  // Such as torch's lazily zero tensors: nothing that torch calls a tensor may make a kernel read at null.
+  const bool empty =
+      std::any_of(tensor.shape, tensor.shape + tensor.ndim, [](auto size) { return size == 0; });
+  if (tensor.data == nullptr && !empty) throw py::value_error("a tensor with elements has no storage");
   return tensor;
 }
 

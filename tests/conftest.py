@@ -27,6 +27,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
+def readable_device(device: torch.device) -> torch.device:
+    """A device whose tensors the host reads without waiting, so that values in them are checked, too."""
+    if device.type != "cpu":
+        pytest.skip(f"the host reads no value of a tensor on {device.type}, so it refuses none")
+    return device
+
+
+@pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
     """Sets the number of torch's threads for one test."""
     threads = torch.get_num_threads()

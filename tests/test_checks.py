@@ -36,7 +36,7 @@ from cases import (
     step_op,
 )
 from fused_adamw.torch_library import checks, step_inplace
-from fused_adamw.torch_library.library import split_options
+from fused_adamw.torch_library.step_options import split_options
 
 SHAPE = (2, 3, 4, 5)
 FIELDS = dict(
@@ -494,7 +494,10 @@ def test_meta_tensors_alone_are_only_described() -> None:
 def test_list_lengths(device: torch.device) -> None:
     found = []
     for position in range(len(LISTS)):
-        for change in (lambda tensors: tensors[:2], lambda tensors: [*tensors, torch.zeros(SHAPE)]):
+        for change in (
+            lambda tensors: tensors[:2],
+            lambda tensors: [*tensors, torch.zeros(SHAPE, device=device)],
+        ):
             lists = make_lists(device)
             lists[position] = change(lists[position])
             found.append(refusal(partial(step_inplace_op, *lists), all_of(lists), device))
@@ -648,7 +651,8 @@ ValueError: <op>: beta2 is 1.5; a number of at least 0 and below 1 is required""
     )
 
 
-def test_tensor_options_out_of_range(device: torch.device) -> None:
+def test_tensor_options_out_of_range(readable_device: torch.device) -> None:
+    device = readable_device
     sample = normal_sample(5, device=device)
     right = {name: scalar(0.5, device) for name in ("lr", "beta1", "beta2")}
     for name in right:
@@ -748,7 +752,8 @@ state_step: ValueError: fused_adamw::step_: <name> has shape (1, 1); shape () or
 NO_COUNTS = (-1.0, 0.5, 1e-40, float("nan"), float("inf"), float("-inf"), 2.0**63, 2.0**100)
 
 
-def test_step_counters_that_are_no_counts(device: torch.device) -> None:
+def test_step_counters_that_are_no_counts(readable_device: torch.device) -> None:
+    device = readable_device
     found = [
         refusals(device, lambda t, v=value: t.new_tensor(v), ["state_step"], fake=False)
         for value in NO_COUNTS
@@ -775,7 +780,8 @@ state_step: ValueError: fused_adamw::step_: <name> is 1.2676506002282294e+30; a 
     )
 
 
-def test_steps_that_are_no_counts(device: torch.device) -> None:
+def test_steps_that_are_no_counts(readable_device: torch.device) -> None:
+    device = readable_device
     sample = normal_sample(5, device=device)
     found = []
     for step in (-1, -(2**63), 2**63 - 1):
@@ -820,7 +826,8 @@ def test_a_step_of_another_type(device: torch.device) -> None:
 BAD_SCALES = (0.0, -0.0, -1.0, float("inf"), float("nan"), 1e-39, 2.0**-128, 1e39)
 
 
-def test_grad_scale(device: torch.device) -> None:
+def test_grad_scale(readable_device: torch.device) -> None:
+    device = readable_device
     sample = normal_sample(5, device=device)
     found = [refuse_options(sample, device, grad_scale=scalar(value, device)) for value in BAD_SCALES]
     for value in BAD_SCALES[:-1]:
@@ -1018,6 +1025,50 @@ def test_a_step_counter_in_other_memory(device: torch.device) -> None:
 ValueError: fused_adamw::step_: params[0] and state_steps[1] share memory
 ValueError: fused_adamw::step_: state_steps[1] and grads[0] share memory
 ValueError: fused_adamw::step_: exp_avgs[0] and state_steps[1] share memory""",
+    )
+
+
+def test_a_scalar_in_the_memory_of_a_written_tensor(device: torch.device) -> None:
+    right = {name: scalar(0.5, device, torch.float32) for name in ("lr", "beta1", "beta2")}
+    found = []
+    for name in ("lr", "beta1", "beta2", "grad_scale", "found_inf"):
+        for position in (0, 5):
+            lists = make_lists(device)
+            shared = lists[position][1].fill_(1.0 if name == "grad_scale" else 0.0).view(-1)[-1]
+            options = {**right, name: shared}
+            text = refusal(partial(step_inplace_op.tensor, *lists, **options), all_of(lists), device)
+            assert text.endswith(WHY)
+            found.append(text.removesuffix(WHY))
+    assert_expected_inline(
+        "\n".join(found),
+        """\
+ValueError: fused_adamw::step_: params[1] and lr share memory
+ValueError: fused_adamw::step_: state_steps[1] and lr share memory
+ValueError: fused_adamw::step_: params[1] and beta1 share memory
+ValueError: fused_adamw::step_: state_steps[1] and beta1 share memory
+ValueError: fused_adamw::step_: params[1] and beta2 share memory
+ValueError: fused_adamw::step_: state_steps[1] and beta2 share memory
+ValueError: fused_adamw::step_: params[1] and grad_scale share memory
+ValueError: fused_adamw::step_: state_steps[1] and grad_scale share memory
+ValueError: fused_adamw::step_: params[1] and found_inf share memory
+ValueError: fused_adamw::step_: state_steps[1] and found_inf share memory""",
+    )
+
+
+def test_freed_storage(device: torch.device) -> None:
+    # What sharded training does between uses; a kernel that read there would crash.
+    found = []
+    for position in range(len(LISTS)):
+        lists = make_lists(device)
+        rest = [tensor for tensor in all_of(lists) if tensor is not lists[position][1]]
+        lists[position][1].untyped_storage().resize_(0)
+        found.append(refusal(partial(step_inplace_op, *lists), rest, device))
+    sample = normal_sample(5, device=device)
+    rest = [sample.param, *sample.moments]
+    sample.grad.untyped_storage().resize_(0)
+    found.append(refusal(partial(call_step, sample), rest, device))
+    assert_expected_inline(
+        "\n".join(dict.fromkeys(found)), """ValueError: a tensor with elements has no storage"""
     )
 
 

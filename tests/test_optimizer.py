@@ -882,11 +882,11 @@ step_that_is_no_count:
 ValueError: fused_adamw::step_: state_steps[0] is -1.0; a whole number of at least 0 and below 2^63
 - 1 is required
 on_another_device:
-ValueError: fused_adamw::step_: the parameters are on meta; a device of type cpu is required
+ValueError: fused_adamw::step_: the parameters are on meta; a device of type cpu or cuda is required
 on_two_devices:
 ValueError: fused_adamw::step_: params[1] is on meta; cpu, where the parameters are, is required
 groups_on_two_devices:
-ValueError: fused_adamw::step_: the parameters are on meta; a device of type cpu is required
+ValueError: fused_adamw::step_: the parameters are on meta; a device of type cpu or cuda is required
 lr_on_another_device:
 ValueError: fused_adamw::step_: lr is on meta; cpu, where the parameters are, is required""",
     )

@@ -47,13 +47,21 @@ class StepLists(NamedTuple):
     state_steps: Sequence[Tensor]
 
 
-def check_options(op: str, *, lr: float, beta1: float, beta2: float, weight_decay: float, eps: float) -> None:
-    """Refuses options that are not finite or out of range (ValueError)."""
+def check_options(
+    op: str,
+    *,
+    lr: float | None,
+    beta1: float | None,
+    beta2: float | None,
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """Refuses options that are not finite or out of range (ValueError); None: only a device knows."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
-        if not 0.0 <= value < math.inf:
+        if value is not None and not 0.0 <= value < math.inf:
             raise ValueError(f"{op}: {name} is {value}; a finite number of at least 0 is required")
     for name, value in (("beta1", beta1), ("beta2", beta2)):
-        if not 0.0 <= value < 1.0:
+        if value is not None and not 0.0 <= value < 1.0:
             raise ValueError(f"{op}: {name} is {value}; a number of at least 0 and below 1 is required")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -66,15 +66,25 @@ def refuse_overlap(
     names: Sequence[str],
     *,
     elementwise: bool = False,
+    scalars: Mapping[str, object] | None = None,
 ) -> None:
     """Refuses a written tensor that shares memory with another; ``names`` are those of a table's lists.
 
-    ``elementwise``: a tensor that is read may be exactly one that is written, at the same index.
+    ``elementwise``: a tensor that is read may be exactly one that is written, at the same index. ``scalars``:
+    other arguments by their names; those that are tensors are read.
     """
-    overlap = _C.find_overlap(tables, elementwise)
+    tensors = {name: value for name, value in (scalars or {}).items() if isinstance(value, Tensor)}
+    all_tables = list(tables)
+    if tensors:
+        all_tables.append(
+            _C.TensorTable(op, [[tensor] for tensor in tensors.values()], [False] * len(tensors))
+        )
+    overlap = _C.find_overlap(all_tables, elementwise)
     if overlap is not None:
         written, other = (
-            f"{names[field]}[{i}]" + (f" of group {table}" if len(tables) > 1 else "")
+            list(tensors)[field]
+            if table == len(tables)
+            else f"{names[field]}[{i}]" + (f" of group {table}" if len(tables) > 1 else "")
             for table, field, i in overlap
         )
         raise checks.overlap_error(op, written, other)

@@ -93,8 +93,9 @@ def check(given: StepInput) -> None:
 
 def update(given: StepInput) -> tuple[Tensor, ...]:
     """The implementation."""
+    given.check_metadata()  # before the value of found_inf is read
     if backend(given.param.device).must_skip(given.amp, None):
-        check(given)
+        given.check_values()
         return (
             given.param.clone(),
             *(

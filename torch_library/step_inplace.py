@@ -119,7 +119,12 @@ def update(
         tables.append(read_table(OP, group.lists, _WRITTEN, check))
         group.options.check_tensors(op, device)
         group.options.check_values(op)
-    refuse_overlap(op, tables, StepLists._fields, elementwise=True)
+    scalars: dict[str, object] = {"report": report, **amp._asdict()}
+    for i, group in enumerate(groups):
+        suffix = f" of group {i}" if len(groups) > 1 else ""
+        for name in ("lr", "beta1", "beta2"):
+            scalars[name + suffix] = getattr(group.options, name)
+    refuse_overlap(op, tables, StepLists._fields, elementwise=True, scalars=scalars)
     runs = backend(device)
     bad_step = runs.bad_step(tables)
     if bad_step is not None:

@@ -14,10 +14,6 @@ constexpr int kElementsPerPass = kThreads * kElementsPerThread;
 // Of a step: 2048 and 4096 elements a block were no faster on an H200.
 constexpr int kElementsPerBlock = kElementsPerPass;
 
-// 48 registers a thread, so that five blocks of 256 threads have their accesses under way on a
-// multiprocessor; the compiler would take 56, and four blocks.
-constexpr int kStepBlocksPerProcessor = 5;
-
 constexpr int kMaxParameterBytes = 32764;
 
 enum GradientCode : unsigned char { kGradFloat32, kGradFloat16, kGradBFloat16 };

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from fused_adamw import _C, kernel_cache, nvrtc
 
-SOURCES = Path(__file__).parent / "csrc"
+# Beside the compiled module, which an editable install keeps apart from this file.
+SOURCES = Path(_C.__file__).parent / "csrc"
 HEADERS = (
     "adamw_update.h",
     "update_scalars.h",

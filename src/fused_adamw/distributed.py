@@ -49,7 +49,8 @@ def refuse_local_statistics(op: str, groups: list[StepGroup]) -> None:
     ):
         raise ValueError(
             f"{op}: gradients are DTensors, whose statistics are spread over processes; gather the reports "
-            "of gradient_stats() of the local parts, merge_stats() them, and pass the result as step(stats=...)"
+            "of gradient_stats() of the local parts, merge_stats() them, and pass the result as "
+            "step(stats=...)"
         )
 
 
@@ -76,7 +77,7 @@ def _local_lists(op: str, lists: StepLists, dtensor: type[DTensor]) -> StepLists
     for i, param in enumerate(lists.params):
         if param.numel() > 0 and local["params"][i].numel() == 0:
             # This process holds nothing of the parameter, but must count its updates as the others do: one
-            # element that nothing comes of stands in, since an op leaves the counter of an empty tensor alone.
+            # element that nothing comes of stands in, since an op leaves an empty tensor's counter alone.
             for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
                 if local[name]:
                     local[name][i] = local[name][i].new_zeros(1)

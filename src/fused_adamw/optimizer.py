@@ -172,6 +172,7 @@ class AdamW(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
+            self._record.next = None  # of gradients that the closure makes anew
             with torch.enable_grad():
                 loss = closure()
         groups = self._step_groups()
@@ -250,6 +251,10 @@ class AdamW(torch.optim.Optimizer):
     def _refuse_nonfinite(self) -> None:
         last = self.last_stats
         if last is not None and not last.gradients.finite:
+            for name in ("grad_scale", "found_inf"):
+                # A scaler deletes what it handed over only after a step that returned.
+                if hasattr(self, name):
+                    delattr(self, name)
             raise NonfiniteGradientError.naming(_OP, last.nonfinite_parameters or ["the statistics given"])
 
     def _clip_and_step(self, groups: list[StepGroup], amp: AmpTensors) -> None:

@@ -101,7 +101,7 @@ def _as_option(name: str, value: object) -> str:
 def _environment() -> dict[str, str]:
     """What besides the settings decides on the last bits of a matrix product."""
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a TorchVersion is more than weights_only loads
         "fused_adamw": fused_adamw.__version__,
         "threads": str(torch.get_num_threads()),
         "vector instructions": torch.backends.cpu.get_cpu_capability(),

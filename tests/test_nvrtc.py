@@ -1,0 +1,116 @@
+"""The CUDA kernels through NVRTC, which needs no GPU, and the cache of what it makes."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from fused_adamw import cuda_kernels, kernel_cache, nvrtc
+
+try:
+    nvrtc.version()
+except nvrtc.CompilerError as error:
+    pytest.skip(f"blocked: {error}", allow_module_level=True)
+
+# Ampere, Hopper and the two Blackwells; the first is the oldest that torch's CUDA 13 builds support well.
+ARCHITECTURES = (80, 90, 100, 120)
+
+VARIANTS = {
+    **{
+        f"step in_place={in_place} amsgrad={amsgrad}": (
+            cuda_kernels.STEP,
+            cuda_kernels.step_definitions(in_place=in_place, amsgrad=amsgrad),
+        )
+        for in_place in (True, False)
+        for amsgrad in (True, False)
+    },
+    "statistics": (cuda_kernels.STATS, ()),
+}
+
+
+def compile_variant(variant: str, architecture: int) -> tuple[bytes, str]:
+    source, definitions = VARIANTS[variant]
+    text = (cuda_kernels.SOURCES / source).read_text()
+    headers = {Path(name).name: (cuda_kernels.SOURCES / name).read_text() for name in cuda_kernels.HEADERS}
+    return nvrtc.compile_to_cubin(source, text, headers, architecture, (*definitions, "--ptxas-options=-v"))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_compiles_without_spills(variant: str, architecture: int) -> None:
+    cubin, log = compile_variant(variant, architecture)
+    assert cubin.startswith(b"\x7fELF")
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert spills
+    assert set(spills) == {("0", "0")}, log
+
+
+def test_a_refused_source_is_an_error_with_the_log() -> None:
+    with pytest.raises(nvrtc.CompilerError, match=r"could not compile wrong.cu for sm_90:\n(.|\n)*undefined"):
+        nvrtc.compile_to_cubin("wrong.cu", "__global__ void f() { undefined(); }", {}, 90)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def made(key: str, contents: bytes) -> tuple[bytes, int]:
+    """What the cache gives, and how often it had to be made."""
+    calls = []
+
+    def make() -> bytes:
+        calls.append(key)
+        return contents
+
+    return kernel_cache.get_or_make(key, make), len(calls)
+
+
+def test_an_entry_is_made_once(cache: Path) -> None:
+    assert made("a", b"first") == (b"first", 1)
+    assert made("a", b"other") == (b"first", 0)
+    assert made("b", b"other") == (b"other", 1)
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"x" * 32, b"x" * 1000])
+def test_a_damaged_or_foreign_entry_is_made_anew(cache: Path, damage: bytes) -> None:
+    made("a", b"right")
+    (entry,) = cache.iterdir()
+    entry.write_bytes(damage)
+    assert made("a", b"right") == (b"right", 1)
+    assert made("a", b"wrong") == (b"right", 0)
+
+
+def test_without_a_place_to_write_kernels_are_made_each_time(cache: Path) -> None:
+    cache.write_bytes(b"a file where the folder should be")
+    assert made("a", b"first") == (b"first", 1)
+    assert made("a", b"second") == (b"second", 1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_cache_is_read(cache: Path) -> None:
+    made("a", b"first")
+    cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    assert made("a", b"other") == (b"first", 0)
+    assert made("b", b"second") == (b"second", 1)
+
+
+def test_the_place_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(kernel_cache.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kernel_cache.directory() == tmp_path / "fused_adamw"
+    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "mine"))
+    assert kernel_cache.directory() == tmp_path / "mine"
+
+
+def test_kernels_come_from_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    definitions = cuda_kernels.step_definitions(in_place=True, amsgrad=False)
+    first = cuda_kernels.cubin(cuda_kernels.STEP, 90, definitions)
+    monkeypatch.setattr(nvrtc, "compile_to_cubin", lambda *_: pytest.fail("compiled again"))
+    assert cuda_kernels.cubin(cuda_kernels.STEP, 90, definitions) == first
