@@ -29,7 +29,7 @@ def local_groups(op: str, groups: list[StepGroup]) -> list[StepGroup]:
     Raises:
         ValueError: A moment is placed otherwise than its parameter.
     """
-    if not torch.compiler.is_compiling() and all(_C.only_plain_tensors(group.lists) for group in groups):
+    if _only_plain_tensors(groups):
         return groups
     dtensor = _dtensor_type()
     if dtensor is None:
@@ -43,7 +43,7 @@ def refuse_local_statistics(op: str, groups: list[StepGroup]) -> None:
     A process would clip by the norm of its own part, or skip alone. Which processes hold what, and what is
     counted once, only the caller knows.
     """
-    dtensor = _dtensor_type()
+    dtensor = None if _only_plain_tensors(groups) else _dtensor_type()
     if dtensor is not None and any(
         isinstance(grad, dtensor) for group in groups for grad in group.lists.grads
     ):
@@ -52,6 +52,10 @@ def refuse_local_statistics(op: str, groups: list[StepGroup]) -> None:
             "of gradient_stats() of the local parts, merge_stats() them, and pass the result as "
             "step(stats=...)"
         )
+
+
+def _only_plain_tensors(groups: list[StepGroup]) -> bool:
+    return not torch.compiler.is_compiling() and all(_C.only_plain_tensors(group.lists) for group in groups)
 
 
 def _dtensor_type() -> type[DTensor] | None:
