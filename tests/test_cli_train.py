@@ -16,10 +16,11 @@ from expecttest import assert_expected_inline
 from typer.testing import CliRunner, Result
 
 import fused_adamw
-from fused_adamw.cli import report
+from fused_adamw.cli import checkpoint, report
 from fused_adamw.cli.app import app
 from fused_adamw.cli.corpus import Corpus
 from fused_adamw.cli.gpt import GPT
+from fused_adamw.cli.training import Training
 
 SIZE = ["--width", "16", "--heads", "2", "--layers", "1", "--context", "16", "--batch-size", "4"]
 SMALL = [*SIZE, "--no-compile", "--no-compare"]
@@ -55,18 +56,18 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, amsgrad: boo
     options = [*SMALL, "--steps", 6, "--output", tmp_path, *(["--amsgrad"] if amsgrad else [])]
     run(*options, "--checkpoint", tmp_path / "whole.pt")
 
-    real_save = report.Training.save
+    real_save = checkpoint.save
     interrupts = iter([signal.SIGINT])
 
-    def save_and_interrupt(self: report.Training, path: Path) -> None:
-        real_save(self, path)
+    def save_and_interrupt(training: Training, path: Path) -> None:
+        real_save(training, path)
         for number in interrupts:  # once
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(report.Training, "save", save_and_interrupt)
+    monkeypatch.setattr(checkpoint, "save", save_and_interrupt)
     interrupted = run(*options, "--checkpoint", tmp_path / "half.pt", "--checkpoint-every", 3, expect=130)
-    assert "interrupted after" in interrupted.output
-    assert loaded(tmp_path / "half.pt")["progress"]["step"] < 6
+    assert "has done 3 of 6 steps; go on with --resume" in interrupted.output
+    assert loaded(tmp_path / "half.pt")["progress"]["step"] == 3
     monkeypatch.undo()
     run(*options, "--resume", tmp_path / "half.pt", "--checkpoint", tmp_path / "resumed.pt")
 
@@ -172,12 +173,12 @@ def test_refusals(tmp_path: Path, monkeypatch) -> None:
     Path("empty.txt").touch()
     assert_expected_inline(
         refusal(*SMALL, "--data", "empty.txt"),
-        """fused-adamw train: the text has 0 bytes; windows of 16 bytes need 181 at least""",
+        """fused-adamw train: the text has 0 bytes; windows of 16 bytes need 170 at least""",
     )
     Path("short.txt").write_text("short")
     assert_expected_inline(
         refusal(*SMALL, "--data", "short.txt"),
-        """fused-adamw train: the text has 5 bytes; windows of 16 bytes need 181 at least""",
+        """fused-adamw train: the text has 5 bytes; windows of 16 bytes need 170 at least""",
     )
     assert_expected_inline(
         refusal(*SMALL, "--heads", 3),
@@ -199,12 +200,12 @@ def test_refusals(tmp_path: Path, monkeypatch) -> None:
     run(*SMALL, "--steps", 2, "--checkpoint", "two.pt")
     assert_expected_inline(
         refusal(*SMALL, "--steps", 3, "--resume", "two.pt"),
-        """fused-adamw train: two.pt was made with steps 2, and this run has 3; the same is required""",
+        """fused-adamw train: two.pt was made with --steps 2, and this run has --steps 3; the same is required""",  # noqa: E501
     )
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert_expected_inline(
         refusal("--steps", 1),
-        """fused-adamw train: torch.compile needs a C++ compiler and found no no-such-compiler; install one, or give --no-compile""",  # noqa: E501
+        """fused-adamw train: torch.compile needs a C++ compiler and found no no-such-compiler; install one, name one in CXX, or give --no-compile""",  # noqa: E501
     )
     if not torch.cuda.is_available():
         assert_expected_inline(
@@ -219,13 +220,16 @@ def test_version() -> None:
     assert result.output == f"fused_adamw {fused_adamw.__version__}\n"
 
 
-def test_a_missing_extra_is_one_sentence(monkeypatch) -> None:
+def test_a_missing_extra_is_one_sentence(monkeypatch, capsys) -> None:
     from fused_adamw import cli
 
     monkeypatch.setattr(cli, "_NEEDED", ("typer", "no_such_module"))
     with pytest.raises(SystemExit) as exit_:
         cli.main()
+    assert exit_.value.code == 2
     assert_expected_inline(
-        str(exit_.value),
-        """fused-adamw: the command line needs no_such_module: pip install 'fused_adamw[cli]'""",
+        capsys.readouterr().err,
+        """\
+fused-adamw needs the 'cli' extra: pip install 'fused_adamw[cli]'
+""",
     )
