@@ -52,15 +52,20 @@ def restore(training: Training, path: Path) -> str | None:
         CommandError: There is no checkpoint that this training could go on from.
     """
     try:
-        contents = torch.load(path, map_location=training.device, weights_only=True)
+        file = path.open("rb")
     except OSError as error:
         raise CommandError(f"cannot read {path}: {_reason(error)}") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError):
-        raise _no_checkpoint(path) from None
+    with file:
+        try:
+            contents = torch.load(file, map_location=training.device, weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, OSError):
+            raise _no_checkpoint(path) from None
+    if not isinstance(contents, dict):
+        raise _no_checkpoint(path)
     try:
         settings, environment = dict(contents["settings"]), dict(contents["environment"])
         progress = Progress(**contents["progress"])
-    except (KeyError, TypeError, ValueError, IndexError):
+    except (KeyError, TypeError, ValueError):
         raise _no_checkpoint(path) from None
     _check_settings(path, settings, training.settings)
     try:

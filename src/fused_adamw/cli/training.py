@@ -214,7 +214,8 @@ def _compiler_errors() -> Iterator[None]:
         yield
     except (TorchDynamoException, CppCompileError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
-        reason = next((line for line in lines if line), type(error).__name__).rstrip(".")
+        # A backend's error begins with "backend=... raised:".
+        reason = next((line for line in lines if line and line[-1] != ":"), type(error).__name__).rstrip(".")
         raise CommandError(f"the step cannot be compiled: {reason}; --no-compile trains without") from error
 
 
