@@ -90,6 +90,17 @@ bool same_objects(const py::list& found, const py::list& expected) {
   return true;
 }
 
+// Whether objects[i] is None exactly where expected[i] is True.
+bool same_nones(const py::list& objects, const py::list& expected) {
+  const std::size_t size = expected.size();
+  if (objects.size() != size) return false;
+  for (std::size_t i = 0; i < size; ++i) {
+    const bool none = PyList_GET_ITEM(objects.ptr(), i) == Py_None;
+    if (none != (PyList_GET_ITEM(expected.ptr(), i) == Py_True)) return false;
+  }
+  return true;
+}
+
 // Whether dicts[i][key] is expected[i] for all i.
 bool same_entries(const py::list& dicts, const py::str& key, const py::list& expected) {
   const std::size_t size = expected.size();
@@ -347,6 +358,7 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("only_plain_tensors", &only_plain_tensors, py::arg("lists"));
   m.def("same_objects", &same_objects, py::arg("found"), py::arg("expected"));
+  m.def("same_nones", &same_nones, py::arg("objects"), py::arg("expected"));
   m.def("same_entries", &same_entries, py::arg("dicts"), py::arg("key"), py::arg("expected"));
 
   py::class_<TensorTable>(m, "TensorTable")

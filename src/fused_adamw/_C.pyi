@@ -14,6 +14,9 @@ def only_plain_tensors(lists: Sequence[Sequence[Tensor]]) -> bool:
 def same_objects(found: list[Any], expected: list[Any]) -> bool:
     """Whether two lists hold the same objects."""
 
+def same_nones(objects: list[Any], expected: list[bool]) -> bool:
+    """Whether ``objects[i]`` is None exactly where ``expected[i]`` is True."""
+
 def same_entries(dicts: list[dict[str, Any]], key: str, expected: Sequence[Any]) -> bool:
     """Whether ``dicts[i][key] is expected[i]`` for all i, and there is none beyond."""
 

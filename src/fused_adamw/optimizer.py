@@ -394,14 +394,16 @@ class _GroupPlan:
         if (
             group["amsgrad"] != self._amsgrad
             or not _C.same_objects(group["params"], self._params)
-            or [grad is None for grad in grads] != self._without_grad
+            or not _C.same_nones(grads, self._without_grad)
             or not _C.same_entries(self._states, "step", lists.state_steps)
             or not _C.same_entries(self._states, "exp_avg", lists.exp_avgs)
             or not _C.same_entries(self._states, "exp_avg_sq", lists.exp_avg_sqs)
             or (self._amsgrad and not _C.same_entries(self._states, "max_exp_avg_sq", lists.max_exp_avg_sqs))
         ):
             return None
-        return lists._replace(grads=[grad for grad in grads if grad is not None])
+        if len(lists.params) < len(grads):
+            grads = [grad for grad in grads if grad is not None]
+        return lists._replace(grads=grads)
 
 
 class _Plan:
