@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import os
 import re
@@ -187,7 +188,8 @@ def test_an_interrupt_of_the_process_leaves_a_checkpoint_to_go_on_from(tmp_path:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
-    assert "\x1b" not in output  # no control codes where there is no terminal
+    assert "\x1b" not in output  # no control codes, and no bar, where there is no terminal
+    assert " left " not in output
     progress = loaded(part)["progress"]
     assert 5 <= progress["step"] == len(progress["losses"]) < 600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part.pt"]
@@ -196,22 +198,23 @@ def test_an_interrupt_of_the_process_leaves_a_checkpoint_to_go_on_from(tmp_path:
     assert_same_run(part, whole)
 
 
+@pytest.mark.parametrize("step", [0, 2])
 def test_an_interrupt_that_ends_the_compiler_too_loses_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     options = [*SMALL, "--steps", "6", "--output", str(tmp_path)]
-    real_step = Training.run_step
+    real_loss = training._loss
+    steps = itertools.count()
 
-    def interrupted_step(self: Training) -> None:
-        if self.progress.step == 2:
+    def loss(*arguments: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and next(steps) == step:
             os.kill(os.getpid(), signal.SIGINT)
-            self.optimizer.zero_grad()
             raise torch._dynamo.exc.TorchDynamoException("the compiler was ended")
-        real_step(self)
+        return real_loss(*arguments)
 
-    monkeypatch.setattr(Training, "run_step", interrupted_step)
+    monkeypatch.setattr(training, "_loss", loss)
     interrupted = run(*options, expect=130)
-    assert "has done 2 of 6 steps" in interrupted.output
+    assert f"has done {step} of 6 steps" in interrupted.output
     monkeypatch.undo()
     run(*options, "--resume", tmp_path / "checkpoint.pt", "--checkpoint", tmp_path / "resumed.pt")
     run(*options, "--checkpoint", tmp_path / "whole.pt")
@@ -251,6 +254,23 @@ def test_an_interrupt_of_the_comparison_keeps_what_was_trained(
     assert found["largest_parameter_difference"] == whole["largest_parameter_difference"]
     for name in (report.OURS, report.TORCHS):
         assert found["optimizers"][name]["losses"] == whole["optimizers"][name]["losses"]
+
+
+def test_the_checkpoint_is_there_before_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "checkpoint.pt"
+    set_up = Training.__init__
+
+    def set_up_ours(self: Training, settings: Settings, corpus: Corpus, optimizer: Any) -> None:
+        if optimizer == "torch":
+            raise KeyboardInterrupt  # as a second Ctrl-C does
+        set_up(self, settings, corpus, optimizer)
+
+    monkeypatch.setattr(Training, "__init__", set_up_ours)
+    options = [*SIZE, "--no-compile", "--steps", "2", "--output", str(tmp_path), "--checkpoint", str(path)]
+    assert CliRunner().invoke(app, ["train", *options]).exit_code != 0
+    assert loaded(path)["progress"]["step"] == 2
 
 
 def test_the_figures_are_those_of_a_training_written_out(tmp_path: Path) -> None:
@@ -311,6 +331,15 @@ def test_the_held_out_loss_falls(tmp_path: Path) -> None:
     run(*SMALL, "--steps", 60, "--output", tmp_path)
     ours = figures(tmp_path)["optimizers"][report.OURS]
     assert ours["held_out_loss"] < ours["held_out_loss_before"] - 1.0
+
+
+def test_the_model_does_not_see_later_bytes() -> None:
+    model = GPT(context=16, width=16, heads=2, layers=2, seed=0)
+    inputs, targets = Corpus.load([], context=16).training_batch(seed=0, step=0, batch_size=4, context=16)
+    targets[:, -1] = -100  # left out of the cross-entropy
+    changed = inputs.clone()
+    changed[:, -1] += 1
+    torch.testing.assert_close(model(changed, targets), model(inputs, targets), rtol=1e-6, atol=0.0)
 
 
 def test_the_default_model_has_one_to_three_million_parameters() -> None:
@@ -376,20 +405,29 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
+def test_held_out_windows_reach_from_end_to_end() -> None:
+    corpus = Corpus.load([], context=16)
+    inputs, targets = corpus.held_out_batch(3, 16)
+    assert torch.equal(inputs[0], corpus.held_out[:16].long())
+    assert torch.equal(targets[-1], corpus.held_out[-16:].long())
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
 @pytest.mark.parametrize("context", [2, 16])
 def test_the_least_text_that_is_enough_is_read_to_its_end(tmp_path: Path, context: int) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(10 * (context + 1))))
     corpus = Corpus.load([text], context)
     inputs, targets = corpus.held_out_batch(3, context)
-    assert torch.equal(torch.cat([inputs[0], targets[0, -1:]]), corpus.held_out.long())
+    for window, after in zip(inputs, targets[:, -1:], strict=True):
+        assert torch.equal(torch.cat([window, after]), corpus.held_out.long())
     starts = {corpus.training_batch(0, i, 8, context)[0][j, 0].item() for i in range(200) for j in range(8)}
     assert starts == set(range(len(corpus.training) - context))
 
 
 def test_a_terminal_sees_loss_rate_and_time_left() -> None:
     shown = io.StringIO()
-    console = Console(file=shown, force_terminal=True, width=110, markup=False)
+    console = Console(file=shown, force_terminal=True, width=80, markup=False)
     one = Training(settings(), Corpus.load([], 16), "fused_adamw")
     run_to_end(one, "fused_adamw.AdamW", console, [])
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue().split("\r")[-1])
@@ -426,6 +464,11 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     run(*SMALL, "--steps", 2, "--checkpoint", "whole.pt")
     contents = loaded(Path("whole.pt"))
+
+    class Code:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, ("made-by-a-checkpoint",)
+
     whole = Path("whole.pt").read_bytes()
 
     broken: dict[str, Callable[[Path], object]] = {
@@ -438,7 +481,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         "no-model.pt": lambda path: torch.save({**contents, "model": {}}, path),
         "no-optimizer.pt": lambda path: torch.save({**contents, "optimizer": {}}, path),
         "no-progress.pt": lambda path: torch.save({**contents, "progress": {"steps": 3}}, path),
-        "code.pt": lambda path: torch.save({**contents, "model": Settings}, path),
+        "code.pt": lambda path: torch.save({**contents, "model": Code()}, path),
     }
     for name, write in broken.items():
         write(Path(name))
@@ -446,6 +489,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
             refusal(*SMALL, "--steps", 2, "--resume", name)
             == f"fused-adamw train: {name} is no checkpoint of this command"
         )
+    assert not Path("made-by-a-checkpoint").exists()
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from fused_adamw.cli import checkpoint as checkpoints
@@ -48,7 +49,7 @@ def run_to_end(
     bar = Progress(
         SpinnerColumn(finished_text=" "),
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
         MofNCompleteColumn(),
         _StatusColumn(interrupted),
         TimeElapsedColumn(),
@@ -90,7 +91,7 @@ class _StatusColumn(ProgressColumn):
     """Loss and rate, or that Ctrl-C was seen: a step that compiles goes on for a while."""
 
     def __init__(self, interrupted: list[int]) -> None:
-        super().__init__()
+        super().__init__(table_column=Column(no_wrap=True))
         self._interrupted = interrupted
 
     def render(self, task: Task) -> Text:

@@ -107,10 +107,10 @@ def train(
             if resume is not None and (note := checkpoints.restore(ours, resume)) is not None:
                 console.print(f"note: {note}", soft_wrap=True)
             run_to_end(ours, report.OURS, console, interrupted, checkpoint, checkpoint_every)
+            if checkpoint is not None and not interrupted:
+                checkpoints.save(ours, checkpoint)
             theirs = None
             if compare and not interrupted:
-                if checkpoint is not None:
-                    checkpoints.save(ours, checkpoint)
                 theirs = Training(settings, corpus, "torch")
                 run_to_end(theirs, report.TORCHS, console, interrupted)
             if interrupted:
@@ -122,8 +122,6 @@ def train(
                     soft_wrap=True,
                 )
                 raise typer.Exit(EXIT_INTERRUPTED)
-            if checkpoint is not None:
-                checkpoints.save(ours, checkpoint)
             found = report.figures(ours, theirs)
             paths = report.write(output, found)
     except CommandError as error:

@@ -91,7 +91,7 @@ class Training:
             self.device
         )
         # A float64 tensor holds any learning rate exactly, and its changes recompile nothing.
-        self._lr = torch.zeros((), dtype=torch.float64, device=self.device)
+        lr = torch.zeros((), dtype=torch.float64, device=self.device)
         options: dict[str, Any] = {"weight_decay": settings.weight_decay, "amsgrad": settings.amsgrad}
         self._clip: float | None = None
         # What torch's training needs compiled, ours has compiled by then.
@@ -99,7 +99,7 @@ class Training:
         if optimizer == "fused_adamw":
             try:
                 self.optimizer: torch.optim.Optimizer = fused_adamw.AdamW(
-                    self.model.parameters(), lr=self._lr, max_grad_norm=settings.max_grad_norm, **options
+                    self.model.parameters(), lr=lr, max_grad_norm=settings.max_grad_norm, **options
                 )
             except (TypeError, ValueError) as error:  # a device without kernels, say
                 raise CommandError(str(error)) from None
@@ -167,8 +167,6 @@ class Training:
         """Goes on from there; the batches and the learning rate follow from the step."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._lr  # the loaded tensor is another object, which run_step would not fill
         self.progress = progress
 
     def _set_learning_rate(self, value: float) -> None:
