@@ -248,21 +248,21 @@ void adamw_step(const std::vector<const TensorTable*>& olds, const std::vector<c
   cpu::adamw_step(updates, threads);
 }
 
-void analyze_gradients(const TensorTable& table, double grad_scale, int threads) {
-  // The order of the lists: gradients, rows.
-  std::vector<cpu::Gradient> gradients;
-  gradients.reserve(table.tensors(0).size());
-  for (const TensorView& grad : table.tensors(0)) {
-    gradients.push_back({grad.size, grad.data, gradient_type(grad.dtype)});
-  }
-  auto* const rows = static_cast<StatsRow*>(table.tensors(1)[0].data);
-  const py::gil_scoped_release release;
-  cpu::analyze_gradients(gradients, ieee_inverse_grad_scale(grad_scale), rows, threads);
-}
-
-// The order of the lists of both merges: rows, then what is written.
 StatsRow* rows_of(const TensorTable& table, std::size_t list) {
   return static_cast<StatsRow*>(table.tensors(list)[0].data);
+}
+
+void analyze(const std::vector<const TensorTable*>& tables, std::size_t list, StatsRow* rows,
+             double grad_scale, int threads) {
+  std::vector<cpu::Gradient> gradients;
+  for (const TensorTable* table : tables) {
+    gradients.reserve(gradients.size() + table->tensors(list).size());
+    for (const TensorView& grad : table->tensors(list)) {
+      gradients.push_back({grad.size, grad.data, gradient_type(grad.dtype)});
+    }
+  }
+  const py::gil_scoped_release release;
+  cpu::analyze_gradients(gradients, ieee_inverse_grad_scale(grad_scale), rows, threads);
 }
 
 constexpr std::int64_t kValuesPerRow = sizeof(StatsRow) / sizeof(float);
@@ -271,6 +271,7 @@ void merge_rows(const TensorTable& table) {
   cpu::merge_rows(rows_of(table, 0), table.tensors(0)[0].size / kValuesPerRow, rows_of(table, 1));
 }
 
+// The order of the lists of both merges: rows, then what is written.
 void merge_all_rows(const TensorTable& table, bool hierarchical) {
   const std::int64_t count = table.tensors(0)[0].size / kValuesPerRow;
   const py::gil_scoped_release release;
@@ -300,33 +301,27 @@ cuda::Scalar cuda_scalar(const py::object& value) {
   return {0.0, pointer, tensor.dtype.bits == 64 ? cuda::kDeviceFloat64 : cuda::kDeviceFloat32};
 }
 
-cuda::StepSettings cuda_step_settings(const py::object& lr, const py::object& beta1, const py::object& beta2,
-                                      const py::object& grad_scale, const py::object& found_inf,
-                                      double weight_decay, double eps, double clip, const py::object& report,
-                                      double max_norm, double norm_epsilon, bool maximize) {
-  cuda::StepSettings settings = {};
-  settings.lr = cuda_scalar(lr);
-  settings.beta1 = cuda_scalar(beta1);
-  settings.beta2 = cuda_scalar(beta2);
-  settings.grad_scale = cuda_scalar(grad_scale);
-  settings.found_inf = cuda_scalar(found_inf);
-  settings.weight_decay = weight_decay;
-  settings.eps = eps;
-  settings.clip = clip;
-  settings.report = report.is_none() ? nullptr : static_cast<const float*>(cuda_scalar(report).pointer);
-  settings.max_norm = max_norm;
-  settings.norm_epsilon = norm_epsilon;
-  settings.maximize = maximize;
-  return settings;
+cuda::GroupSettings cuda_group_settings(const py::object& lr, const py::object& beta1,
+                                        const py::object& beta2, double weight_decay, double eps,
+                                        bool maximize) {
+  return {cuda_scalar(lr), cuda_scalar(beta1), cuda_scalar(beta2), weight_decay, eps, maximize};
+}
+
+cuda::StepSettings cuda_step_settings(const py::object& grad_scale, const py::object& found_inf, double clip,
+                                      const py::object& report, double max_norm, double norm_epsilon) {
+  const auto* const report_row =
+      report.is_none() ? nullptr : static_cast<const float*>(cuda_scalar(report).pointer);
+  return {cuda_scalar(grad_scale), cuda_scalar(found_inf), clip, report_row, max_norm, norm_epsilon};
 }
 
 void cuda_step_out_of_place(const cuda::Module& module, const std::vector<const TensorTable*>& olds,
                             const std::vector<const TensorTable*>& updateds,
-                            const std::vector<py::object>& steps, const cuda::StepSettings& settings) {
+                            const std::vector<py::object>& steps, const cuda::GroupSettings& group,
+                            const cuda::StepSettings& settings) {
   std::vector<cuda::Scalar> scalars;
   scalars.reserve(steps.size());
   for (const py::object& step : steps) scalars.push_back(cuda_scalar(step));
-  cuda::step_out_of_place(module, olds, updateds, scalars, settings, current_stream(module.device()));
+  cuda::step_out_of_place(module, olds, updateds, scalars, group, settings, current_stream(module.device()));
 }
 
 using Position = std::tuple<std::size_t, std::size_t, std::size_t>;
@@ -385,7 +380,21 @@ PYBIND11_MODULE(_C, m) {
 
   m.attr("ELEMENTS_PER_ROW") = kElementsPerRow;
   m.attr("ROWS_PER_MERGE") = kRowsPerMerge;
-  m.def("analyze_gradients", &analyze_gradients, py::arg("table"), py::arg("grad_scale"), py::arg("threads"));
+  m.def(
+      "analyze_gradients",
+      [](const TensorTable& table, double grad_scale, int threads) {
+        analyze({&table}, 0, rows_of(table, 1), grad_scale, threads);
+      },
+      py::arg("table"), py::arg("grad_scale"), py::arg("threads"));
+  m.def(
+      "analyze_and_merge",
+      [](const std::vector<const TensorTable*>& tables, const TensorTable& stats, double grad_scale,
+         bool hierarchical, int threads) {
+        analyze(tables, kGrads, rows_of(stats, 0), grad_scale, threads);
+        merge_all_rows(stats, hierarchical);
+      },
+      py::arg("tables"), py::arg("stats"), py::arg("grad_scale"), py::arg("hierarchical"),
+      py::arg("threads"));
   m.def("merge_rows", &merge_rows, py::arg("table"));
   m.def("merge_all_rows", &merge_all_rows, py::arg("table"), py::arg("hierarchical"));
   m.def(
@@ -403,25 +412,35 @@ PYBIND11_MODULE(_C, m) {
              return std::make_unique<cuda::Module>(device, static_cast<std::string_view>(cubin));
            }),
            py::arg("device"), py::arg("cubin"));
+  py::class_<cuda::GroupSettings>(m, "CudaGroupSettings")
+      .def(py::init(&cuda_group_settings), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+           py::arg("weight_decay"), py::arg("eps"), py::arg("maximize"));
   py::class_<cuda::StepSettings>(m, "CudaStepSettings")
-      .def(py::init(&cuda_step_settings), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-           py::arg("grad_scale"), py::arg("found_inf"), py::arg("weight_decay"), py::arg("eps"),
-           py::arg("clip"), py::arg("report"), py::arg("max_norm"), py::arg("norm_epsilon"),
-           py::arg("maximize"));
+      .def(py::init(&cuda_step_settings), py::arg("grad_scale"), py::arg("found_inf"), py::arg("clip"),
+           py::arg("report"), py::arg("max_norm"), py::arg("norm_epsilon"));
   m.def(
       "cuda_step_in_place",
-      [](const cuda::Module& module, const TensorTable& table, const cuda::StepSettings& settings) {
-        cuda::step_in_place(module, table, settings, current_stream(module.device()));
+      [](const cuda::Module& module, const std::vector<const TensorTable*>& tables,
+         const std::vector<cuda::GroupSettings>& groups, const cuda::StepSettings& settings) {
+        cuda::step_in_place(module, tables, groups, settings, current_stream(module.device()));
       },
-      py::arg("module"), py::arg("table"), py::arg("settings"));
+      py::arg("module"), py::arg("tables"), py::arg("groups"), py::arg("settings"));
   m.def("cuda_step_out_of_place", &cuda_step_out_of_place, py::arg("module"), py::arg("olds"),
-        py::arg("updateds"), py::arg("steps"), py::arg("settings"));
+        py::arg("updateds"), py::arg("steps"), py::arg("group"), py::arg("settings"));
   m.def(
       "cuda_analyze_gradients",
       [](const cuda::Module& module, const TensorTable& table, const py::object& grad_scale) {
         cuda::analyze_gradients(module, table, cuda_scalar(grad_scale), current_stream(module.device()));
       },
       py::arg("module"), py::arg("table"), py::arg("grad_scale"));
+  m.def(
+      "cuda_analyze_and_merge",
+      [](const cuda::Module& module, const std::vector<const TensorTable*>& tables, const TensorTable& stats,
+         const py::object& grad_scale, bool hierarchical) {
+        cuda::analyze_and_merge(module, tables, stats, cuda_scalar(grad_scale), hierarchical,
+                                current_stream(module.device()));
+      },
+      py::arg("module"), py::arg("tables"), py::arg("stats"), py::arg("grad_scale"), py::arg("hierarchical"));
   m.def(
       "cuda_merge_rows",
       [](const cuda::Module& module, const TensorTable& table) {

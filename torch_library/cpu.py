@@ -60,6 +60,13 @@ def analyze_gradients(table: _C.TensorTable, amp: AmpTensors) -> None:
     _C.analyze_gradients(table, amp.scale_number(), _threads())
 
 
+def analyze_and_merge(
+    tables: Sequence[_C.TensorTable], stats: _C.TensorTable, amp: AmpTensors, hierarchical: bool
+) -> None:
+    """The gradients of a step's tables into rows, and these into a report."""
+    _C.analyze_and_merge(tables, stats, amp.scale_number(), hierarchical, _threads())
+
+
 def merge_rows(table: _C.TensorTable) -> None:
     """One stage of merging."""
     _C.merge_rows(table)

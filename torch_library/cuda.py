@@ -35,10 +35,17 @@ def step_in_place(
     report: Tensor | None,
     guard: GradientGuardOptions,
 ) -> None:
-    """Updates the tensors of all tables: a launch for each, or more where tensors are many."""
-    for table, own in zip(tables, options, strict=True):
-        module = kernels(table.device_index).step(in_place=True, amsgrad=table.list_size(4) > 0)
-        _C.cuda_step_in_place(module, table, _settings(own, amp, report, guard))
+    """Updates the tensors of all tables: one launch, or more where tensors or different options are many.
+
+    Tables with maxima have launches of their own.
+    """
+    settings = _settings(amp, report, guard)
+    for amsgrad in (False, True):
+        own = [i for i, table in enumerate(tables) if (table.list_size(4) > 0) is amsgrad]
+        if own:
+            module = kernels(tables[0].device_index).step(in_place=True, amsgrad=amsgrad)
+            groups = [_group(options[i]) for i in own]
+            _C.cuda_step_in_place(module, [tables[i] for i in own], groups, settings)
 
 
 def step_out_of_place(
@@ -51,8 +58,16 @@ def step_out_of_place(
 ) -> None:
     """Updates the one tensor of each table of ``olds`` into that of ``news``."""
     module = kernels(olds[0].device_index).step(in_place=False, amsgrad=news[0].list_size(4) > 0)
-    settings = _settings(options, amp, None, GradientGuardOptions(), clip)
-    _C.cuda_step_out_of_place(module, olds, news, steps, settings)
+    settings = _settings(amp, None, GradientGuardOptions(), clip)
+    _C.cuda_step_out_of_place(module, olds, news, steps, _group(options), settings)
+
+
+def analyze_and_merge(
+    tables: Sequence[_C.TensorTable], stats: _C.TensorTable, amp: AmpTensors, hierarchical: bool
+) -> None:
+    """The gradients of a step's tables into rows, and these into a report: one launch, or more."""
+    module = kernels(tables[0].device_index).stats()
+    _C.cuda_analyze_and_merge(module, tables, stats, amp.scale_or_one(), hierarchical)
 
 
 def analyze_gradients(table: _C.TensorTable, amp: AmpTensors) -> None:
@@ -70,24 +85,20 @@ def merge_all_rows(table: _C.TensorTable, hierarchical: bool) -> None:
     _C.cuda_merge_all_rows(kernels(table.device_index).stats(), table, hierarchical)
 
 
+def _group(options: StepOptions) -> _C.CudaGroupSettings:
+    return _C.CudaGroupSettings(
+        options.lr, options.beta1, options.beta2, options.weight_decay, options.eps, options.maximize
+    )
+
+
 def _settings(
-    options: StepOptions,
-    amp: AmpTensors,
-    report: Tensor | None,
-    guard: GradientGuardOptions,
-    clip: float = 1.0,
+    amp: AmpTensors, report: Tensor | None, guard: GradientGuardOptions, clip: float = 1.0
 ) -> _C.CudaStepSettings:
     return _C.CudaStepSettings(
-        options.lr,
-        options.beta1,
-        options.beta2,
         amp.scale_or_one(),
         0.0 if amp.found_inf is None else amp.found_inf,
-        options.weight_decay,
-        options.eps,
         clip,
         report,
         -1.0 if guard.max_norm is None else guard.max_norm,
         guard.epsilon,
-        options.maximize,
     )

@@ -34,9 +34,10 @@ template <>
 constexpr bool kInPlace<InPlaceTensor> = true;
 
 // Whether nothing is to be updated; else the options with the values that lie on the device.
-__device__ __forceinline__ bool read_options(const StepSettings& settings, StepOptions& options) {
-  options = {read(settings.lr), read(settings.beta1),      read(settings.beta2), settings.weight_decay,
-             settings.eps,      read(settings.grad_scale), settings.clip,        settings.maximize};
+__device__ __forceinline__ bool read_options(const StepSettings& settings, const GroupSettings& group,
+                                             StepOptions& options) {
+  options = {read(group.lr), read(group.beta1),         read(group.beta2), group.weight_decay,
+             group.eps,      read(settings.grad_scale), settings.clip,     group.maximize};
   bool skip = read(settings.found_inf) != 0.0;
   // The host refuses such a scale where it can see it.
   const float inverse = inverse_grad_scale(options.grad_scale);
@@ -130,15 +131,7 @@ struct Quad {
 
 template <typename Gradient, bool kAmsgrad>
 __device__ __forceinline__ void update_block(const OutOfPlaceTensor& tensor, long long first, bool in_place,
-                                             const StepSettings& settings, long long done,
-                                             BlockScalars& shared) {
-  // Before this thread's loads, or the float64 values would take registers beside the elements; the seven
-  // other warps do not wait for it to ask for theirs.
-  if (threadIdx.x == 0) {
-    StepOptions options;
-    shared.skip = read_options(settings, options);
-    shared.scalars = update_scalars(options, done + 1);
-  }
+                                             const BlockScalars& shared) {
   Quad<Gradient, kAmsgrad> quad;
   quad.load(tensor, first);
   __syncthreads();
@@ -152,34 +145,40 @@ __device__ __forceinline__ void update_block(const OutOfPlaceTensor& tensor, lon
 template <typename Tensor, bool kAmsgrad>
 __device__ __forceinline__ bool step(const StepParameters<Tensor>& parameters) {
   __shared__ BlockScalars shared;
-  const StepSettings& settings = parameters.settings;
-  const int index = find_tensor(parameters.first_block, settings.tensors);
+  int index = find_tensor(parameters.index, blockIdx.x);
+  // Before this thread's loads, or the float64 values would take registers beside the elements; the seven
+  // other warps do not wait for it to ask for theirs.
+  if (threadIdx.x == 0) {
+    const Tensor& tensor = parameters.tensors[index];
+    StepOptions options;
+    shared.skip = read_options(parameters.settings, parameters.groups[tensor.shape.group], options);
+    shared.scalars = update_scalars(options, steps_done(tensor) + 1);
+  }
+  asm volatile("" : "+r"(index));  // no address of an element is to be formed before, for the same reason
   const Tensor& tensor = parameters.tensors[index];
-  const long long block = blockIdx.x - parameters.first_block[index];
+  const long long block = blockIdx.x - parameters.index.first[index];
   const long long first = block * kElementsPerBlock + threadIdx.x * kElementsPerThread;
   const OutOfPlaceTensor all = arrays(tensor);
-  const long long done = steps_done(tensor);
   constexpr bool in_place = kInPlace<Tensor>;
   switch (tensor.shape.grad) {
     case kGradFloat16:
-      update_block<Half, kAmsgrad>(all, first, in_place, settings, done, shared);
+      update_block<Half, kAmsgrad>(all, first, in_place, shared);
       break;
     case kGradBFloat16:
-      update_block<BFloat16, kAmsgrad>(all, first, in_place, settings, done, shared);
+      update_block<BFloat16, kAmsgrad>(all, first, in_place, shared);
       break;
     default:
-      update_block<float, kAmsgrad>(all, first, in_place, settings, done, shared);
+      update_block<float, kAmsgrad>(all, first, in_place, shared);
   }
   return shared.skip;
 }
 
-// How many blocks are to fit on a multiprocessor, which limits a thread's registers. Five in place on Hopper:
-// 48 registers and no spills, where the compiler would take 56, and four blocks with too few bytes under way.
-// Elsewhere 48 are not enough, and four blocks have 64.
-template <typename Tensor>
-__device__ constexpr int blocks_per_processor() {
+// How many blocks are to fit on a multiprocessor, which limits a thread's registers. Five on Hopper: 48
+// registers and 80 KB of loads under way. With AMSGrad four have as much under way, and 48 registers are not
+// enough; nor are they elsewhere, where the divisions in float64 take more.
+__device__ constexpr int blocks_per_processor(bool amsgrad) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-  return kInPlace<Tensor> ? 5 : 4;
+  return amsgrad ? 4 : 5;
 #else
   return 4;
 #endif
@@ -189,11 +188,11 @@ __device__ constexpr int blocks_per_processor() {
 __device__ __forceinline__ void finish(const StepParameters<InPlaceTensor>& parameters, bool skip) {
   if (threadIdx.x != 0) return;
   // Searched for again: kept until here, the index would cost the update registers, and so blocks under way.
-  const int index = find_tensor(parameters.first_block, parameters.settings.tensors);
+  const int index = find_tensor(parameters.index, blockIdx.x);
   const InPlaceTensor& tensor = parameters.tensors[index];
   const unsigned blocks =
       static_cast<unsigned>((tensor.shape.size + kElementsPerBlock - 1) / kElementsPerBlock);
-  if (is_last_block(parameters.settings.slot + index, blocks) && !skip) *tensor.step += 1.0f;
+  if (is_last_block(parameters.slot + index, blocks) && !skip) *tensor.step += 1.0f;
 }
 
 __device__ __forceinline__ void finish(const StepParameters<OutOfPlaceTensor>&, bool) {}
@@ -204,7 +203,7 @@ using namespace fused_adamw::cuda;
 
 // One variant a compilation: FUSED_ADAMW_TENSOR is InPlaceTensor or OutOfPlaceTensor, FUSED_ADAMW_AMSGRAD a
 // bool. A step needs one or two of the four, and each takes 0.2 s to compile.
-extern "C" __global__ void __launch_bounds__(kThreads, blocks_per_processor<FUSED_ADAMW_TENSOR>())
+extern "C" __global__ void __launch_bounds__(kThreads, blocks_per_processor(FUSED_ADAMW_AMSGRAD))
     adamw_step(const __grid_constant__ StepParameters<FUSED_ADAMW_TENSOR> parameters) {
   const bool skip = step<FUSED_ADAMW_TENSOR, FUSED_ADAMW_AMSGRAD>(parameters);
   finish(parameters, skip);

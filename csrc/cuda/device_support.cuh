@@ -65,27 +65,38 @@ __device__ __forceinline__ double read(const Scalar& scalar) {
   }
 }
 
-// The last tensor that begins at or before this block; tensors without blocks are not in the table.
-__device__ __forceinline__ int find_tensor(const unsigned* first_block, int count) {
-  int low = 0;
-  int high = count - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (first_block[middle] <= blockIdx.x) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
+// The last tensor that begins at or before a block; tensors without blocks are not in the index.
+template <int kCapacity>
+__device__ __forceinline__ int find_tensor(const BlockIndex<kCapacity>& index, unsigned block) {
+  int run = 0;
+#pragma unroll
+  for (int i = 1; i < kCapacity / kIndexRun; ++i) run += index.first_of_run[i] <= block ? 1 : 0;
+  int tensor = run * kIndexRun;
+#pragma unroll
+  for (int i = 1; i < kIndexRun; ++i) tensor += index.first[run * kIndexRun + i] <= block ? 1 : 0;
+  return tensor;
 }
 
 // Whether this is the last of so many blocks that share a slot to get here. Called by one thread. Orders no
-// other memory access: where the last block goes on with what others wrote, they fence before.
+// other memory access: see all_finished.
 __device__ __forceinline__ bool is_last_block(unsigned slot, unsigned blocks) {
   if (atomicAdd(&finished_blocks[slot], 1u) + 1u != blocks) return false;
   finished_blocks[slot] = 0;
   return true;
+}
+
+// The same, called by all threads of a block; the last block may go on with what thread 0 of each block wrote
+// before, read through the second-level cache.
+__device__ __forceinline__ bool all_finished(unsigned slot, unsigned blocks) {
+  __shared__ bool last;
+  __syncthreads();  // the last use of the shared value, where this is called more than once
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = is_last_block(slot, blocks);
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
 }
 
 }  // namespace fused_adamw::cuda

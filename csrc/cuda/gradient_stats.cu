@@ -115,8 +115,7 @@ __device__ __forceinline__ StatsRow merge_block(const float* rows, long long cou
   for (int k = 0; k < 4; ++k) {
     const long long i = threadIdx.x * 4 + k;
     if (i < count) {
-      // Through the second-level cache: the rows of a later stage were written by other blocks of this
-      // launch.
+      // Through the second-level cache: the rows may have been written by other blocks of this launch.
       const StatsRow row = {__ldcg(rows + 3 * i), __ldcg(rows + 3 * i + 1), __ldcg(rows + 3 * i + 2)};
       sums.squares[k] = sum_of_squares(row);
       sums.max_bits = max(sums.max_bits, __float_as_uint(row.max_abs));
@@ -126,17 +125,46 @@ __device__ __forceinline__ StatsRow merge_block(const float* rows, long long cou
   return merge_lanes(sums);
 }
 
+// Group `group` of up to 1024 rows into one; the block that comes last goes on with all later stages.
+__device__ __forceinline__ void merge_group(const RowsToMerge& merge, long long group) {
+  const long long first = group * kRowsPerMerge;
+  const long long groups = (merge.count + kRowsPerMerge - 1) / kRowsPerMerge;
+  const StatsRow row = merge_block(merge.rows + 3 * first, min(merge.count - first, kRowsPerMerge));
+  if (threadIdx.x == 0) store_row(groups == 1 ? merge.report : merge.scratch, group, row);
+  if (groups == 1 || !all_finished(merge.slot, static_cast<unsigned>(groups))) return;
+  const float* rows = merge.scratch;
+  long long count = groups;
+  while (true) {
+    const long long merged = (count + kRowsPerMerge - 1) / kRowsPerMerge;
+    float* target = merged == 1 ? merge.report : const_cast<float*>(rows) + 3 * count;
+    for (long long i = 0; i < merged; ++i) {
+      const StatsRow next =
+          merge_block(rows + 3 * i * kRowsPerMerge, min(count - i * kRowsPerMerge, kRowsPerMerge));
+      if (threadIdx.x == 0) store_row(target, i, next);
+    }
+    if (merged == 1) return;
+    __threadfence();
+    __syncthreads();
+    rows = target;
+    count = merged;
+  }
+}
+
 }  // namespace fused_adamw::cuda
 
 using namespace fused_adamw;
 using namespace fused_adamw::cuda;
 
-// Grid: one block per row.
+// Grid: one block per row. Where a report is asked for, the last block of each 1024 rows to finish merges
+// them, so that it takes no other launch.
 extern "C" __global__ void __launch_bounds__(kThreads)
     analyze_gradients(const __grid_constant__ AnalyzeParameters parameters) {
-  const int index = find_tensor(parameters.first_block, parameters.tensors);
+  // From the last block to the first: a step, which begins at the front, then finds what was read last in the
+  // second-level cache.
+  const unsigned block = gridDim.x - 1 - blockIdx.x;
+  const int index = find_tensor(parameters.index, block);
   const GradientTensor& tensor = parameters.gradients[index];
-  const long long first = (blockIdx.x - parameters.first_block[index]) * kElementsPerRow;
+  const long long first = (block - parameters.index.first[index]) * kElementsPerRow;
   const long long count = min(tensor.shape.size - first, kElementsPerRow);
   const float inverse_scale = inverse_grad_scale(read(parameters.grad_scale));
   LaneSums sums;
@@ -153,64 +181,44 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       sums = sum_chunk(static_cast<const float*>(tensor.grad) + first, count, tensor.shape.vectorised,
                        inverse_scale);
   }
-  const StatsRow row = merge_lanes(sums);
-  if (threadIdx.x == 0) store_row(parameters.rows, blockIdx.x, row);
+  const StatsRow stats = merge_lanes(sums);
+  const RowsToMerge& merge = parameters.merge;
+  const long long row = parameters.first_row + block;
+  if (threadIdx.x == 0) store_row(merge.rows, row, stats);
+  if (merge.report == nullptr) return;
+  const long long group = row / kRowsPerMerge;
+  const long long rows = min(merge.count - group * kRowsPerMerge, kRowsPerMerge);
+  if (all_finished(merge.slot + 1 + static_cast<unsigned>(group), static_cast<unsigned>(rows))) {
+    merge_group(merge, group);
+  }
 }
 
 // Grid: one block per 1024 rows. One stage.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_rows(const __grid_constant__ MergeParameters parameters) {
+  const RowsToMerge& merge = parameters.merge;
   const long long first = blockIdx.x * kRowsPerMerge;
-  const StatsRow row = merge_block(parameters.rows + 3 * first, min(parameters.count - first, kRowsPerMerge));
-  if (threadIdx.x == 0) store_row(parameters.report, blockIdx.x, row);
+  const StatsRow row = merge_block(merge.rows + 3 * first, min(merge.count - first, kRowsPerMerge));
+  if (threadIdx.x == 0) store_row(merge.report, blockIdx.x, row);
 }
 
-// Grid: one block per 1024 rows. All stages: the last block to finish the first goes on with the others.
+// Grid: one block per 1024 rows. All stages.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_all_rows(const __grid_constant__ MergeParameters parameters) {
-  __shared__ bool last;
-  const long long first = blockIdx.x * kRowsPerMerge;
-  float* target = gridDim.x == 1 ? parameters.report : parameters.scratch;
-  const StatsRow row = merge_block(parameters.rows + 3 * first, min(parameters.count - first, kRowsPerMerge));
-  if (threadIdx.x == 0) {
-    store_row(target, blockIdx.x, row);
-    last = false;
-    if (gridDim.x > 1) {
-      __threadfence();
-      last = is_last_block(parameters.slot, gridDim.x);
-      __threadfence();
-    }
-  }
-  __syncthreads();
-  if (!last) return;
-  const float* rows = parameters.scratch;
-  long long count = gridDim.x;
-  while (true) {
-    const long long merged = (count + kRowsPerMerge - 1) / kRowsPerMerge;
-    target = merged == 1 ? parameters.report : const_cast<float*>(rows) + 3 * count;
-    for (long long i = 0; i < merged; ++i) {
-      const StatsRow next =
-          merge_block(rows + 3 * i * kRowsPerMerge, min(count - i * kRowsPerMerge, kRowsPerMerge));
-      if (threadIdx.x == 0) store_row(target, i, next);
-    }
-    if (merged == 1) return;
-    __threadfence();
-    __syncthreads();
-    rows = target;
-    count = merged;
-  }
+  merge_group(parameters.merge, blockIdx.x);
 }
 
 // Grid: one thread. All rows in a single sum, one after another.
 extern "C" __global__ void merge_all_rows_serially(const __grid_constant__ MergeParameters parameters) {
+  const RowsToMerge& merge = parameters.merge;
   double squares = 0.0;
   float max_abs = 0.0f;
   bool nonfinite = false;
-  for (long long i = 0; i < parameters.count; ++i) {
-    const StatsRow row = {parameters.rows[3 * i], parameters.rows[3 * i + 1], parameters.rows[3 * i + 2]};
+  for (long long i = 0; i < merge.count; ++i) {
+    const StatsRow row = {merge.rows[3 * i], merge.rows[3 * i + 1], merge.rows[3 * i + 2]};
     squares += sum_of_squares(row);
     max_abs = fmaxf(max_abs, row.max_abs);
     nonfinite |= row.nonfinite != 0.0f;
   }
-  store_row(parameters.report, 0, make_row(max_abs, squares, nonfinite));
+  store_row(merge.report, 0, make_row(max_abs, squares, nonfinite));
 }

@@ -16,6 +16,9 @@ constexpr int kElementsPerBlock = kElementsPerPass;
 
 constexpr int kMaxParameterBytes = 32764;
 
+// Groups of different options that share a launch: enough for what models have, at 4 % of the table.
+constexpr int kMaxGroups = 16;
+
 enum GradientCode : unsigned char { kGradFloat32, kGradFloat16, kGradBFloat16 };
 
 enum ScalarCode : int { kOnHost, kDeviceFloat32, kDeviceFloat64, kDeviceInt64, kDeviceBool };
@@ -30,7 +33,8 @@ struct Scalar {
 struct TensorShape {
   long long size;  // elements
   GradientCode grad;
-  bool vectorised;  // all pointers allow 16-byte accesses (8 bytes for 16-bit gradients)
+  bool vectorised;       // all pointers allow 16-byte accesses (8 bytes for 16-bit gradients)
+  unsigned short group;  // of a step: which of the launch's options
 };
 
 struct InPlaceTensor {
@@ -57,57 +61,86 @@ struct OutOfPlaceTensor {
   TensorShape shape;
 };
 
-struct StepSettings {
-  Scalar lr;
-  Scalar beta1;
-  Scalar beta2;
-  Scalar grad_scale;
-  Scalar found_inf;
-  double weight_decay;
-  double eps;
-  double clip;          // known to the host; 1 where a report tells, or clipping is off
-  const float* report;  // null without a guard
-  double max_norm;      // negative: no clipping
-  double norm_epsilon;
-  int tensors;
-  unsigned slot;  // of tensor 0; the others follow
-  bool maximize;
-};
-
-template <typename Tensor>
-constexpr int kMaxTensors = (kMaxParameterBytes - static_cast<int>(sizeof(StepSettings))) /
-                            (static_cast<int>(sizeof(Tensor)) + static_cast<int>(sizeof(unsigned)));
-
-template <typename Tensor>
-struct StepParameters {
-  StepSettings settings;
-  unsigned
-      first_block[kMaxTensors<Tensor>];  // tensor i begins with this block; densely packed for the search
-  Tensor tensors[kMaxTensors<Tensor>];
-};
-
 struct GradientTensor {
   const void* grad;
   TensorShape shape;  // here a block works on one row
 };
 
-constexpr int kMaxGradients =
-    (kMaxParameterBytes - 64) / static_cast<int>(sizeof(GradientTensor) + sizeof(unsigned));
+// Which blocks work on which tensor, for tensors that have any. A block looks its tensor up in two scans
+// (find_tensor in device_support.cuh): their loads do not wait for each other, as those of a binary search
+// do, each of which may miss the constant cache.
+constexpr int kIndexRun = 32;
+constexpr unsigned kNoBlock = 0xFFFFFFFFu;
+
+template <int kTensors>
+struct BlockIndex {
+  static_assert(kTensors % kIndexRun == 0, "");
+
+  int tensors;
+  unsigned first_of_run[kTensors / kIndexRun];
+  unsigned first[kTensors];  // block of each tensor; kNoBlock behind the last one, as in first_of_run
+};
+
+// The most tensors that fit beside so many bytes.
+template <typename Tensor, int kOtherBytes>
+constexpr int kCapacity =
+    (kMaxParameterBytes - 16 - kOtherBytes) /
+    (kIndexRun * static_cast<int>(sizeof(Tensor) + sizeof(unsigned)) + static_cast<int>(sizeof(unsigned))) *
+    kIndexRun;
+
+// The options of one parameter group.
+struct GroupSettings {
+  Scalar lr;
+  Scalar beta1;
+  Scalar beta2;
+  double weight_decay;
+  double eps;
+  bool maximize;
+};
+
+// What all tensors of a step share.
+struct StepSettings {
+  Scalar grad_scale;
+  Scalar found_inf;
+  double clip;          // known to the host; 1 where a report tells, or clipping is off
+  const float* report;  // null without a guard
+  double max_norm;      // negative: no clipping
+  double norm_epsilon;
+};
+
+template <typename Tensor>
+constexpr int kMaxTensors = kCapacity<Tensor, sizeof(StepSettings) + kMaxGroups * sizeof(GroupSettings) + 8>;
+
+template <typename Tensor>
+struct StepParameters {
+  StepSettings settings;
+  GroupSettings groups[kMaxGroups];
+  Tensor tensors[kMaxTensors<Tensor>];
+  unsigned slot;  // of tensor 0; the others follow
+  BlockIndex<kMaxTensors<Tensor>> index;
+};
+
+// Rows in memory, and what merging them takes.
+struct RowsToMerge {
+  float* rows;
+  float* scratch;
+  float* report;  // null: they are not merged
+  long long count;
+  unsigned slot;  // of the last stage; those of the first stage's groups of rows follow
+};
+
+constexpr int kMaxGradients = kCapacity<GradientTensor, sizeof(Scalar) + sizeof(RowsToMerge) + 8>;
 
 struct AnalyzeParameters {
   Scalar grad_scale;
-  float* rows;
-  int tensors;
-  unsigned first_block[kMaxGradients];
+  RowsToMerge merge;
+  long long first_row;  // of block 0
   GradientTensor gradients[kMaxGradients];
+  BlockIndex<kMaxGradients> index;
 };
 
 struct MergeParameters {
-  const float* rows;
-  float* scratch;
-  float* report;
-  long long count;
-  unsigned slot;
+  RowsToMerge merge;
 };
 
 // 4 MiB: enough that launches in flight together never share one (see Module::next_slots).

@@ -1,7 +1,9 @@
 #include "launches.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <iterator>
 #include <memory>
 
 #include "../gradient_stats.h"
@@ -23,7 +25,7 @@ bool aligned(const void* pointer, std::uintptr_t bytes) {
 }
 
 TensorShape shape_of(const TensorView& grad, std::initializer_list<const void*> floats) {
-  TensorShape shape;
+  TensorShape shape = {};
   shape.size = grad.size;
   shape.grad = gradient_code(grad.dtype);
   // Four elements at once: a null pointer, of an array that is not there, is aligned.
@@ -42,6 +44,32 @@ T* pointer(const TensorTable& table, StepList list, std::size_t i) {
   return tensors.empty() ? nullptr : static_cast<T*>(tensors[i].data);
 }
 
+// Empties an index, so that tensors can be added.
+template <int kCapacity>
+void clear(BlockIndex<kCapacity>& index) {
+  index.tensors = 0;
+  std::fill(std::begin(index.first_of_run), std::end(index.first_of_run), kNoBlock);
+  std::fill(std::begin(index.first), std::end(index.first), kNoBlock);
+}
+
+// Adds a tensor whose first block is this one; returns its place.
+template <int kCapacity>
+int add(BlockIndex<kCapacity>& index, unsigned first_block) {
+  const int place = index.tensors++;
+  index.first[place] = first_block;
+  if (place % kIndexRun == 0) index.first_of_run[place / kIndexRun] = first_block;
+  return place;
+}
+
+bool same(const Scalar& a, const Scalar& b) {
+  return a.code == b.code && a.value == b.value && a.pointer == b.pointer;
+}
+
+bool same(const GroupSettings& a, const GroupSettings& b) {
+  return same(a.lr, b.lr) && same(a.beta1, b.beta1) && same(a.beta2, b.beta2) &&
+         a.weight_decay == b.weight_decay && a.eps == b.eps && a.maximize == b.maximize;
+}
+
 // Collects tensors into parameters and launches whenever they are full.
 template <typename Tensor>
 class StepLauncher {
@@ -49,56 +77,127 @@ class StepLauncher {
   StepLauncher(const Module& module, const StepSettings& settings, Stream stream)
       : module_(module), stream_(stream), parameters_(new StepParameters<Tensor>) {
     parameters_->settings = settings;
-    parameters_->settings.tensors = 0;
+    begin_launch();
   }
 
-  void add(Tensor tensor) {
+  // `group` of the tensor before costs no search.
+  void add(Tensor tensor, const GroupSettings& group) {
     if (tensor.shape.size == 0) return;
-    if (parameters_->settings.tensors == kMaxTensors<Tensor>) flush();
-    parameters_->first_block[parameters_->settings.tensors] = blocks_;
+    if (parameters_->index.tensors == kMaxTensors<Tensor>) flush();
+    if (groups_ == 0 || !same(parameters_->groups[group_], group)) group_ = place_of(group);
+    tensor.shape.group = static_cast<unsigned short>(group_);
+    parameters_->tensors[cuda::add(parameters_->index, blocks_)] = tensor;
     blocks_ += blocks_of(tensor.shape.size, kElementsPerBlock);
-    parameters_->tensors[parameters_->settings.tensors++] = tensor;
   }
 
   void flush() {
-    if (parameters_->settings.tensors == 0) return;
-    parameters_->settings.slot =
-        module_.next_slots(stream_, static_cast<unsigned>(parameters_->settings.tensors));
+    const int tensors = parameters_->index.tensors;
+    if (tensors == 0) return;
+    parameters_->slot = module_.next_slots(stream_, static_cast<unsigned>(tensors));
     module_.launch("adamw_step", blocks_, kThreads, stream_, parameters_.get());
-    parameters_->settings.tensors = 0;
-    blocks_ = 0;
+    begin_launch();
   }
 
  private:
+  void begin_launch() {
+    clear(parameters_->index);
+    blocks_ = 0;
+    groups_ = 0;
+  }
+
+  int place_of(const GroupSettings& group) {
+    for (int i = 0; i < groups_; ++i) {
+      if (same(parameters_->groups[i], group)) return i;
+    }
+    if (groups_ == kMaxGroups) flush();
+    parameters_->groups[groups_] = group;
+    return groups_++;
+  }
+
   const Module& module_;
   Stream stream_;
   unsigned blocks_ = 0;
+  int groups_ = 0;
+  int group_ = 0;
   std::unique_ptr<StepParameters<Tensor>> parameters_;  // 32 KB
 };
 
+// Merging in the order of the lists [rows], [scratch], [report] that begin at `first`.
+RowsToMerge rows_to_merge(const TensorTable& table, std::size_t first) {
+  const TensorView& rows = table.tensors(first)[0];
+  RowsToMerge merge = {};
+  merge.rows = static_cast<float*>(rows.data);
+  merge.scratch = static_cast<float*>(table.tensors(first + 1)[0].data);
+  merge.report = static_cast<float*>(table.tensors(first + 2)[0].data);
+  merge.count = rows.size / kValuesPerRow;
+  return merge;
+}
+
+void launch_merge(const Module& module, const RowsToMerge& merge, bool hierarchical, Stream stream) {
+  MergeParameters parameters = {merge};
+  if (!hierarchical || merge.count == 0) {
+    module.launch("merge_all_rows_serially", 1, 1, stream, &parameters);
+  } else {
+    parameters.merge.slot = module.next_slots(stream, 1);
+    module.launch("merge_all_rows", blocks_of(merge.count, kRowsPerMerge), kThreads, stream, &parameters);
+  }
+}
+
+void launch_analysis(const Module& module, const std::vector<const std::vector<TensorView>*>& gradients,
+                     const Scalar& grad_scale, const RowsToMerge& merge, Stream stream) {
+  const std::unique_ptr<AnalyzeParameters> parameters(new AnalyzeParameters);
+  parameters->grad_scale = grad_scale;
+  parameters->merge = merge;
+  parameters->first_row = 0;
+  if (merge.report != nullptr) {
+    parameters->merge.slot = module.next_slots(stream, 1 + blocks_of(merge.count, kRowsPerMerge));
+  }
+  clear(parameters->index);
+  unsigned blocks = 0;
+  const auto flush = [&] {
+    if (parameters->index.tensors == 0) return;
+    module.launch("analyze_gradients", blocks, kThreads, stream, parameters.get());
+    parameters->first_row += blocks;
+    clear(parameters->index);
+    blocks = 0;
+  };
+  for (const std::vector<TensorView>* list : gradients) {
+    for (const TensorView& grad : *list) {
+      if (grad.size == 0) continue;
+      if (parameters->index.tensors == kMaxGradients) flush();
+      parameters->gradients[add(parameters->index, blocks)] = {grad.data, shape_of(grad, {})};
+      blocks += blocks_of(grad.size, kElementsPerRow);
+    }
+  }
+  flush();
+}
+
 }  // namespace
 
-void step_in_place(const Module& module, const TensorTable& table, const StepSettings& settings,
-                   Stream stream) {
+void step_in_place(const Module& module, const std::vector<const TensorTable*>& tables,
+                   const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream) {
   StepLauncher<InPlaceTensor> launcher(module, settings, stream);
-  for (std::size_t i = 0; i < table.tensors(kParams).size(); ++i) {
-    InPlaceTensor tensor;
-    tensor.param = pointer<float>(table, kParams, i);
-    tensor.grad = pointer<void>(table, kGrads, i);
-    tensor.exp_avg = pointer<float>(table, kExpAvgs, i);
-    tensor.exp_avg_sq = pointer<float>(table, kExpAvgSqs, i);
-    tensor.max_exp_avg_sq = pointer<float>(table, kMaxExpAvgSqs, i);
-    tensor.step = pointer<float>(table, kStateSteps, i);
-    tensor.shape = shape_of(table.tensors(kGrads)[i],
-                            {tensor.param, tensor.exp_avg, tensor.exp_avg_sq, tensor.max_exp_avg_sq});
-    launcher.add(tensor);
+  for (std::size_t t = 0; t < tables.size(); ++t) {
+    const TensorTable& table = *tables[t];
+    for (std::size_t i = 0; i < table.tensors(kParams).size(); ++i) {
+      InPlaceTensor tensor;
+      tensor.param = pointer<float>(table, kParams, i);
+      tensor.grad = pointer<void>(table, kGrads, i);
+      tensor.exp_avg = pointer<float>(table, kExpAvgs, i);
+      tensor.exp_avg_sq = pointer<float>(table, kExpAvgSqs, i);
+      tensor.max_exp_avg_sq = pointer<float>(table, kMaxExpAvgSqs, i);
+      tensor.step = pointer<float>(table, kStateSteps, i);
+      tensor.shape = shape_of(table.tensors(kGrads)[i],
+                              {tensor.param, tensor.exp_avg, tensor.exp_avg_sq, tensor.max_exp_avg_sq});
+      launcher.add(tensor, groups[t]);
+    }
   }
   launcher.flush();
 }
 
 void step_out_of_place(const Module& module, const std::vector<const TensorTable*>& olds,
                        const std::vector<const TensorTable*>& updateds, const std::vector<Scalar>& steps,
-                       const StepSettings& settings, Stream stream) {
+                       const GroupSettings& group, const StepSettings& settings, Stream stream) {
   StepLauncher<OutOfPlaceTensor> launcher(module, settings, stream);
   for (std::size_t k = 0; k < olds.size(); ++k) {
     OutOfPlaceTensor tensor;
@@ -116,59 +215,46 @@ void step_out_of_place(const Module& module, const std::vector<const TensorTable
         shape_of(olds[k]->tensors(kGrads)[0],
                  {tensor.param, tensor.exp_avg, tensor.exp_avg_sq, tensor.max_exp_avg_sq, tensor.new_param,
                   tensor.new_exp_avg, tensor.new_exp_avg_sq, tensor.new_max_exp_avg_sq});
-    launcher.add(tensor);
+    launcher.add(tensor, group);
   }
   launcher.flush();
 }
 
 void analyze_gradients(const Module& module, const TensorTable& table, const Scalar& grad_scale,
                        Stream stream) {
-  const std::unique_ptr<AnalyzeParameters> parameters(new AnalyzeParameters);
-  parameters->grad_scale = grad_scale;
-  parameters->rows = static_cast<float*>(table.tensors(1)[0].data);
-  parameters->tensors = 0;
-  unsigned blocks = 0;
-  const auto flush = [&] {
-    if (parameters->tensors == 0) return;
-    module.launch("analyze_gradients", blocks, kThreads, stream, parameters.get());
-    parameters->rows += kValuesPerRow * blocks;
-    parameters->tensors = 0;
-    blocks = 0;
-  };
-  for (const TensorView& grad : table.tensors(0)) {
-    if (grad.size == 0) continue;
-    if (parameters->tensors == kMaxGradients) flush();
-    parameters->first_block[parameters->tensors] = blocks;
-    parameters->gradients[parameters->tensors++] = {grad.data, shape_of(grad, {})};
-    blocks += blocks_of(grad.size, kElementsPerRow);
+  RowsToMerge rows = {};
+  rows.rows = static_cast<float*>(table.tensors(1)[0].data);
+  launch_analysis(module, {&table.tensors(0)}, grad_scale, rows, stream);
+}
+
+void analyze_and_merge(const Module& module, const std::vector<const TensorTable*>& tables,
+                       const TensorTable& stats, const Scalar& grad_scale, bool hierarchical, Stream stream) {
+  std::vector<const std::vector<TensorView>*> gradients;
+  for (const TensorTable* table : tables) gradients.push_back(&table->tensors(kGrads));
+  const RowsToMerge merge = rows_to_merge(stats, 0);
+  if (hierarchical && merge.count > 0) {
+    launch_analysis(module, gradients, grad_scale, merge, stream);
+    return;
   }
-  flush();
+  RowsToMerge rows = merge;
+  rows.report = nullptr;
+  launch_analysis(module, gradients, grad_scale, rows, stream);
+  launch_merge(module, merge, hierarchical, stream);
 }
 
 void merge_rows(const Module& module, const TensorTable& table, Stream stream) {
   const TensorView& rows = table.tensors(0)[0];
   MergeParameters parameters = {};
-  parameters.rows = static_cast<const float*>(rows.data);
-  parameters.report = static_cast<float*>(table.tensors(1)[0].data);
-  parameters.count = rows.size / kValuesPerRow;
-  if (parameters.count == 0) return;
-  module.launch("merge_rows", blocks_of(parameters.count, kRowsPerMerge), kThreads, stream, &parameters);
+  parameters.merge.rows = static_cast<float*>(rows.data);
+  parameters.merge.report = static_cast<float*>(table.tensors(1)[0].data);
+  parameters.merge.count = rows.size / kValuesPerRow;
+  if (parameters.merge.count == 0) return;
+  module.launch("merge_rows", blocks_of(parameters.merge.count, kRowsPerMerge), kThreads, stream,
+                &parameters);
 }
 
 void merge_all_rows(const Module& module, const TensorTable& table, bool hierarchical, Stream stream) {
-  const TensorView& rows = table.tensors(0)[0];
-  MergeParameters parameters = {};
-  parameters.rows = static_cast<const float*>(rows.data);
-  parameters.scratch = static_cast<float*>(table.tensors(1)[0].data);
-  parameters.report = static_cast<float*>(table.tensors(2)[0].data);
-  parameters.count = rows.size / kValuesPerRow;
-  parameters.slot = module.next_slots(stream, 1);
-  if (!hierarchical || parameters.count == 0) {
-    module.launch("merge_all_rows_serially", 1, 1, stream, &parameters);
-  } else {
-    module.launch("merge_all_rows", blocks_of(parameters.count, kRowsPerMerge), kThreads, stream,
-                  &parameters);
-  }
+  launch_merge(module, rows_to_merge(table, 0), hierarchical, stream);
 }
 
 }  // namespace fused_adamw::cuda

@@ -11,19 +11,25 @@
 namespace fused_adamw::cuda {
 
 // The lists of a step's table, in this order; see bindings.cpp.
-// In place: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps.
-void step_in_place(const Module& module, const TensorTable& table, const StepSettings& settings,
-                   Stream stream);
+// In place: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps. groups[t] holds the options
+// of tables[t]; all tables have maxima, or none.
+void step_in_place(const Module& module, const std::vector<const TensorTable*>& tables,
+                   const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream);
 
 // Entry k is the one tensor of olds[k] and updateds[k] (params, grads, exp_avgs, ...), after steps[k]
 // updates.
 void step_out_of_place(const Module& module, const std::vector<const TensorTable*>& olds,
                        const std::vector<const TensorTable*>& updateds, const std::vector<Scalar>& steps,
-                       const StepSettings& settings, Stream stream);
+                       const GroupSettings& group, const StepSettings& settings, Stream stream);
 
 // Lists: gradients, [rows].
 void analyze_gradients(const Module& module, const TensorTable& table, const Scalar& grad_scale,
                        Stream stream);
+
+// The gradients of a step's tables into rows, and these into a report; lists of `stats`: [rows], [scratch],
+// [report].
+void analyze_and_merge(const Module& module, const std::vector<const TensorTable*>& tables,
+                       const TensorTable& stats, const Scalar& grad_scale, bool hierarchical, Stream stream);
 
 // Lists: [rows], [merged].
 void merge_rows(const Module& module, const TensorTable& table, Stream stream);

@@ -86,6 +86,14 @@ ROWS_PER_MERGE: int
 def analyze_gradients(table: TensorTable, grad_scale: float, threads: int) -> None:
     """Lists: gradients, [rows]. One row per ELEMENTS_PER_ROW elements of each gradient."""
 
+def analyze_and_merge(
+    tables: Sequence[TensorTable], stats: TensorTable, grad_scale: float, hierarchical: bool, threads: int
+) -> None:
+    """The gradients of a step's tables into rows, and these into a report.
+
+    Lists of ``stats``: [rows], [scratch], [report].
+    """
+
 def merge_rows(table: TensorTable) -> None:
     """Lists: [rows], [merged]. One row per ROWS_PER_MERGE rows."""
 
@@ -109,10 +117,10 @@ class CudaModule:
 
     def __init__(self, device: int, cubin: bytes) -> None: ...
 
-class CudaStepSettings:
-    """The options of a launch: numbers, or tensors of one element on the device.
+class CudaGroupSettings:
+    """The options of one group: numbers, or tensors of one element on the device.
 
-    Valid while the caller holds the tensors. ``max_norm`` below 0: no clipping.
+    Valid while the caller holds the tensors.
     """
 
     def __init__(
@@ -120,27 +128,47 @@ class CudaStepSettings:
         lr: float | Tensor,
         beta1: float | Tensor,
         beta2: float | Tensor,
-        grad_scale: float | Tensor,
-        found_inf: float | Tensor,
         weight_decay: float,
         eps: float,
+        maximize: bool,
+    ) -> None: ...
+
+class CudaStepSettings:
+    """What all groups of a step share. ``max_norm`` below 0: no clipping."""
+
+    def __init__(
+        self,
+        grad_scale: float | Tensor,
+        found_inf: float | Tensor,
         clip: float,
         report: Tensor | None,
         max_norm: float,
         norm_epsilon: float,
-        maximize: bool,
     ) -> None: ...
 
 # The counterparts of the functions above on the current stream of the module's device.
-def cuda_step_in_place(module: CudaModule, table: TensorTable, settings: CudaStepSettings) -> None: ...
+def cuda_step_in_place(
+    module: CudaModule,
+    tables: Sequence[TensorTable],
+    groups: Sequence[CudaGroupSettings],
+    settings: CudaStepSettings,
+) -> None: ...
 def cuda_step_out_of_place(
     module: CudaModule,
     olds: Sequence[TensorTable],
     updateds: Sequence[TensorTable],
     steps: Sequence[float | Tensor],
+    group: CudaGroupSettings,
     settings: CudaStepSettings,
 ) -> None: ...
 def cuda_analyze_gradients(module: CudaModule, table: TensorTable, grad_scale: float | Tensor) -> None: ...
+def cuda_analyze_and_merge(
+    module: CudaModule,
+    tables: Sequence[TensorTable],
+    stats: TensorTable,
+    grad_scale: float | Tensor,
+    hierarchical: bool,
+) -> None: ...
 def cuda_merge_rows(module: CudaModule, table: TensorTable) -> None: ...
 def cuda_merge_all_rows(module: CudaModule, table: TensorTable, hierarchical: bool) -> None: ...
 def has_openmp_runtime() -> bool: ...
