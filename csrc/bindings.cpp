@@ -21,6 +21,7 @@
 #include "cpu/instruction_set.h"
 #include "cpu/parallel.h"
 #include "cuda/driver.h"
+#include "cuda/launch_layout.h"
 #include "cuda/launches.h"
 #include "dlpack_abi.h"
 #include "tensor_table.h"
@@ -284,6 +285,7 @@ void merge_all_rows(const TensorTable& table, bool hierarchical) {
 
 cuda::Stream current_stream(int device) {
   void* stream = nullptr;
+  if (device < 0) return stream;
   if (torch_api.exchange->current_work_stream(dlpack::kCuda, device, &stream) != 0)
     throw py::error_already_set();
   return stream;
@@ -314,14 +316,15 @@ cuda::StepSettings cuda_step_settings(const py::object& grad_scale, const py::ob
   return {cuda_scalar(grad_scale), cuda_scalar(found_inf), clip, report_row, max_norm, norm_epsilon};
 }
 
-void cuda_step_out_of_place(const cuda::Module& module, const std::vector<const TensorTable*>& olds,
+void cuda_step_out_of_place(const cuda::Launcher& launcher, const std::vector<const TensorTable*>& olds,
                             const std::vector<const TensorTable*>& updateds,
                             const std::vector<py::object>& steps, const cuda::GroupSettings& group,
                             const cuda::StepSettings& settings) {
   std::vector<cuda::Scalar> scalars;
   scalars.reserve(steps.size());
   for (const py::object& step : steps) scalars.push_back(cuda_scalar(step));
-  cuda::step_out_of_place(module, olds, updateds, scalars, group, settings, current_stream(module.device()));
+  cuda::step_out_of_place(launcher, olds, updateds, scalars, group, settings,
+                          current_stream(launcher.device()));
 }
 
 using Position = std::tuple<std::size_t, std::size_t, std::size_t>;
@@ -407,11 +410,22 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception<cuda::DriverError>(m, "CudaDriverError", PyExc_RuntimeError);
   m.def("cuda_compute_capability", &cuda::compute_capability, py::arg("device"));
   m.def("cuda_driver_version", &cuda::driver_version);
-  py::class_<cuda::Module>(m, "CudaModule")
+  py::class_<cuda::Launcher>(m, "CudaLauncher");
+  py::class_<cuda::Recorder, cuda::Launcher>(m, "CudaRecorder")
+      .def(py::init<>())
+      .def_property_readonly("launches", [](const cuda::Recorder& self) {
+        std::vector<std::tuple<std::string, unsigned, py::bytes>> launches;
+        for (const auto& launch : self.launches()) {
+          launches.emplace_back(launch.kernel, launch.blocks, py::bytes(launch.parameters));
+        }
+        return launches;
+      });
+  py::class_<cuda::Module, cuda::Launcher>(m, "CudaModule")
       .def(py::init([](int device, const py::bytes& cubin) {
              return std::make_unique<cuda::Module>(device, static_cast<std::string_view>(cubin));
            }),
            py::arg("device"), py::arg("cubin"));
+  m.attr("CUDA_LAYOUT") = cuda::launch_layout();
   py::class_<cuda::GroupSettings>(m, "CudaGroupSettings")
       .def(py::init(&cuda_group_settings), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
            py::arg("weight_decay"), py::arg("eps"), py::arg("maximize"));
@@ -420,39 +434,40 @@ PYBIND11_MODULE(_C, m) {
            py::arg("report"), py::arg("max_norm"), py::arg("norm_epsilon"));
   m.def(
       "cuda_step_in_place",
-      [](const cuda::Module& module, const std::vector<const TensorTable*>& tables,
+      [](const cuda::Launcher& launcher, const std::vector<const TensorTable*>& tables,
          const std::vector<cuda::GroupSettings>& groups, const cuda::StepSettings& settings) {
-        cuda::step_in_place(module, tables, groups, settings, current_stream(module.device()));
+        cuda::step_in_place(launcher, tables, groups, settings, current_stream(launcher.device()));
       },
-      py::arg("module"), py::arg("tables"), py::arg("groups"), py::arg("settings"));
-  m.def("cuda_step_out_of_place", &cuda_step_out_of_place, py::arg("module"), py::arg("olds"),
+      py::arg("launcher"), py::arg("tables"), py::arg("groups"), py::arg("settings"));
+  m.def("cuda_step_out_of_place", &cuda_step_out_of_place, py::arg("launcher"), py::arg("olds"),
         py::arg("updateds"), py::arg("steps"), py::arg("group"), py::arg("settings"));
   m.def(
       "cuda_analyze_gradients",
-      [](const cuda::Module& module, const TensorTable& table, const py::object& grad_scale) {
-        cuda::analyze_gradients(module, table, cuda_scalar(grad_scale), current_stream(module.device()));
+      [](const cuda::Launcher& launcher, const TensorTable& table, const py::object& grad_scale) {
+        cuda::analyze_gradients(launcher, table, cuda_scalar(grad_scale), current_stream(launcher.device()));
       },
-      py::arg("module"), py::arg("table"), py::arg("grad_scale"));
+      py::arg("launcher"), py::arg("table"), py::arg("grad_scale"));
   m.def(
       "cuda_analyze_and_merge",
-      [](const cuda::Module& module, const std::vector<const TensorTable*>& tables, const TensorTable& stats,
-         const py::object& grad_scale, bool hierarchical) {
-        cuda::analyze_and_merge(module, tables, stats, cuda_scalar(grad_scale), hierarchical,
-                                current_stream(module.device()));
+      [](const cuda::Launcher& launcher, const std::vector<const TensorTable*>& tables,
+         const TensorTable& stats, const py::object& grad_scale, bool hierarchical) {
+        cuda::analyze_and_merge(launcher, tables, stats, cuda_scalar(grad_scale), hierarchical,
+                                current_stream(launcher.device()));
       },
-      py::arg("module"), py::arg("tables"), py::arg("stats"), py::arg("grad_scale"), py::arg("hierarchical"));
+      py::arg("launcher"), py::arg("tables"), py::arg("stats"), py::arg("grad_scale"),
+      py::arg("hierarchical"));
   m.def(
       "cuda_merge_rows",
-      [](const cuda::Module& module, const TensorTable& table) {
-        cuda::merge_rows(module, table, current_stream(module.device()));
+      [](const cuda::Launcher& launcher, const TensorTable& table) {
+        cuda::merge_rows(launcher, table, current_stream(launcher.device()));
       },
-      py::arg("module"), py::arg("table"));
+      py::arg("launcher"), py::arg("table"));
   m.def(
       "cuda_merge_all_rows",
-      [](const cuda::Module& module, const TensorTable& table, bool hierarchical) {
-        cuda::merge_all_rows(module, table, hierarchical, current_stream(module.device()));
+      [](const cuda::Launcher& launcher, const TensorTable& table, bool hierarchical) {
+        cuda::merge_all_rows(launcher, table, hierarchical, current_stream(launcher.device()));
       },
-      py::arg("module"), py::arg("table"), py::arg("hierarchical"));
+      py::arg("launcher"), py::arg("table"), py::arg("hierarchical"));
 
   m.def("has_openmp_runtime", &cpu::has_openmp_runtime);
   m.def("cpu_capabilities", &cpu_capabilities);

@@ -121,7 +121,7 @@ Module::Module(int device, std::string_view cubin) : device_(device) {
 }
 
 void Module::launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream,
-                    const void* parameter) const {
+                    const void* parameters, std::size_t) const {
   const ContextScope scope(context_);
   void*& function = functions_[kernel];
   if (function == nullptr) {
@@ -129,9 +129,8 @@ void Module::launch(const char* kernel, unsigned blocks, unsigned threads, Strea
     check(driver(), driver().get_function(&function, module_, kernel),
           std::string("cuModuleGetFunction ") + kernel);
   }
-  void* parameters[] = {const_cast<void*>(parameter)};
-  check(driver(),
-        driver().launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, nullptr),
+  void* pointers[] = {const_cast<void*>(parameters)};
+  check(driver(), driver().launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, nullptr),
         std::string("launch of ") + kernel);
 }
 

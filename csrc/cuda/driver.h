@@ -7,6 +7,8 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "launcher.h"
+
 namespace fused_adamw::cuda {
 
 class DriverError : public std::runtime_error {
@@ -19,24 +21,19 @@ int compute_capability(int device);
 // The driver's CUDA version, as 1000 * major + 10 * minor.
 int driver_version();
 
-using Stream = void*;
-
 // Kernels of one cubin, in the primary context of one device. They live as long as the process: unloading
 // would have to wait for every launch and captured graph.
-class Module {
+class Module : public Launcher {
  public:
   Module(int device, std::string_view cubin);
 
-  // One launch with a single by-value parameter. Throws DriverError; nothing has run then.
-  void launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream,
-              const void* parameter) const;
+  // By value: Throws DriverError; nothing has run then.
+  void launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream, const void* parameters,
+              std::size_t bytes) const override;
 
-  // The first of `count` counters of finished blocks for a launch on this stream (see is_last_block in
-  // device_support.cuh). Launches in flight together get different ones; a captured launch keeps its own for
-  // all replays.
-  unsigned next_slots(Stream stream, unsigned count) const;
+  unsigned next_slots(Stream stream, unsigned count) const override;
 
-  int device() const { return device_; }
+  int device() const override { return device_; }
 
  private:
   int device_;

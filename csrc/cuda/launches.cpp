@@ -72,10 +72,10 @@ bool same(const GroupSettings& a, const GroupSettings& b) {
 
 // Collects tensors into parameters and launches whenever they are full.
 template <typename Tensor>
-class StepLauncher {
+class StepBatch {
  public:
-  StepLauncher(const Module& module, const StepSettings& settings, Stream stream)
-      : module_(module), stream_(stream), parameters_(new StepParameters<Tensor>) {
+  StepBatch(const Launcher& launcher, const StepSettings& settings, Stream stream)
+      : launcher_(launcher), stream_(stream), parameters_(new StepParameters<Tensor>) {
     parameters_->settings = settings;
     begin_launch();
   }
@@ -93,8 +93,8 @@ class StepLauncher {
   void flush() {
     const int tensors = parameters_->index.tensors;
     if (tensors == 0) return;
-    parameters_->slot = module_.next_slots(stream_, static_cast<unsigned>(tensors));
-    module_.launch("adamw_step", blocks_, kThreads, stream_, parameters_.get());
+    parameters_->slot = launcher_.next_slots(stream_, static_cast<unsigned>(tensors));
+    launcher_.launch("adamw_step", blocks_, kThreads, stream_, parameters_.get(), sizeof(*parameters_));
     begin_launch();
   }
 
@@ -114,7 +114,7 @@ class StepLauncher {
     return groups_++;
   }
 
-  const Module& module_;
+  const Launcher& launcher_;
   Stream stream_;
   unsigned blocks_ = 0;
   int groups_ = 0;
@@ -133,30 +133,31 @@ RowsToMerge rows_to_merge(const TensorTable& table, std::size_t first) {
   return merge;
 }
 
-void launch_merge(const Module& module, const RowsToMerge& merge, bool hierarchical, Stream stream) {
+void launch_merge(const Launcher& launcher, const RowsToMerge& merge, bool hierarchical, Stream stream) {
   MergeParameters parameters = {merge};
   if (!hierarchical || merge.count == 0) {
-    module.launch("merge_all_rows_serially", 1, 1, stream, &parameters);
+    launcher.launch("merge_all_rows_serially", 1, 1, stream, &parameters, sizeof(parameters));
   } else {
-    parameters.merge.slot = module.next_slots(stream, 1);
-    module.launch("merge_all_rows", blocks_of(merge.count, kRowsPerMerge), kThreads, stream, &parameters);
+    parameters.merge.slot = launcher.next_slots(stream, 1);
+    launcher.launch("merge_all_rows", blocks_of(merge.count, kRowsPerMerge), kThreads, stream, &parameters,
+                    sizeof(parameters));
   }
 }
 
-void launch_analysis(const Module& module, const std::vector<const std::vector<TensorView>*>& gradients,
+void launch_analysis(const Launcher& launcher, const std::vector<const std::vector<TensorView>*>& gradients,
                      const Scalar& grad_scale, const RowsToMerge& merge, Stream stream) {
   const std::unique_ptr<AnalyzeParameters> parameters(new AnalyzeParameters);
   parameters->grad_scale = grad_scale;
   parameters->merge = merge;
   parameters->first_row = 0;
   if (merge.report != nullptr) {
-    parameters->merge.slot = module.next_slots(stream, 1 + blocks_of(merge.count, kRowsPerMerge));
+    parameters->merge.slot = launcher.next_slots(stream, 1 + blocks_of(merge.count, kRowsPerMerge));
   }
   clear(parameters->index);
   unsigned blocks = 0;
   const auto flush = [&] {
     if (parameters->index.tensors == 0) return;
-    module.launch("analyze_gradients", blocks, kThreads, stream, parameters.get());
+    launcher.launch("analyze_gradients", blocks, kThreads, stream, parameters.get(), sizeof(*parameters));
     parameters->first_row += blocks;
     clear(parameters->index);
     blocks = 0;
@@ -174,9 +175,9 @@ void launch_analysis(const Module& module, const std::vector<const std::vector<T
 
 }  // namespace
 
-void step_in_place(const Module& module, const std::vector<const TensorTable*>& tables,
+void step_in_place(const Launcher& launcher, const std::vector<const TensorTable*>& tables,
                    const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream) {
-  StepLauncher<InPlaceTensor> launcher(module, settings, stream);
+  StepBatch<InPlaceTensor> batch(launcher, settings, stream);
   for (std::size_t t = 0; t < tables.size(); ++t) {
     const TensorTable& table = *tables[t];
     for (std::size_t i = 0; i < table.tensors(kParams).size(); ++i) {
@@ -189,16 +190,16 @@ void step_in_place(const Module& module, const std::vector<const TensorTable*>& 
       tensor.step = pointer<float>(table, kStateSteps, i);
       tensor.shape = shape_of(table.tensors(kGrads)[i],
                               {tensor.param, tensor.exp_avg, tensor.exp_avg_sq, tensor.max_exp_avg_sq});
-      launcher.add(tensor, groups[t]);
+      batch.add(tensor, groups[t]);
     }
   }
-  launcher.flush();
+  batch.flush();
 }
 
-void step_out_of_place(const Module& module, const std::vector<const TensorTable*>& olds,
+void step_out_of_place(const Launcher& launcher, const std::vector<const TensorTable*>& olds,
                        const std::vector<const TensorTable*>& updateds, const std::vector<Scalar>& steps,
                        const GroupSettings& group, const StepSettings& settings, Stream stream) {
-  StepLauncher<OutOfPlaceTensor> launcher(module, settings, stream);
+  StepBatch<OutOfPlaceTensor> batch(launcher, settings, stream);
   for (std::size_t k = 0; k < olds.size(); ++k) {
     OutOfPlaceTensor tensor;
     tensor.param = pointer<float>(*olds[k], kParams, 0);
@@ -215,46 +216,46 @@ void step_out_of_place(const Module& module, const std::vector<const TensorTable
         shape_of(olds[k]->tensors(kGrads)[0],
                  {tensor.param, tensor.exp_avg, tensor.exp_avg_sq, tensor.max_exp_avg_sq, tensor.new_param,
                   tensor.new_exp_avg, tensor.new_exp_avg_sq, tensor.new_max_exp_avg_sq});
-    launcher.add(tensor, group);
+    batch.add(tensor, group);
   }
-  launcher.flush();
+  batch.flush();
 }
 
-void analyze_gradients(const Module& module, const TensorTable& table, const Scalar& grad_scale,
+void analyze_gradients(const Launcher& launcher, const TensorTable& table, const Scalar& grad_scale,
                        Stream stream) {
   RowsToMerge rows = {};
   rows.rows = static_cast<float*>(table.tensors(1)[0].data);
-  launch_analysis(module, {&table.tensors(0)}, grad_scale, rows, stream);
+  launch_analysis(launcher, {&table.tensors(0)}, grad_scale, rows, stream);
 }
 
-void analyze_and_merge(const Module& module, const std::vector<const TensorTable*>& tables,
+void analyze_and_merge(const Launcher& launcher, const std::vector<const TensorTable*>& tables,
                        const TensorTable& stats, const Scalar& grad_scale, bool hierarchical, Stream stream) {
   std::vector<const std::vector<TensorView>*> gradients;
   for (const TensorTable* table : tables) gradients.push_back(&table->tensors(kGrads));
   const RowsToMerge merge = rows_to_merge(stats, 0);
   if (hierarchical && merge.count > 0) {
-    launch_analysis(module, gradients, grad_scale, merge, stream);
+    launch_analysis(launcher, gradients, grad_scale, merge, stream);
     return;
   }
   RowsToMerge rows = merge;
   rows.report = nullptr;
-  launch_analysis(module, gradients, grad_scale, rows, stream);
-  launch_merge(module, merge, hierarchical, stream);
+  launch_analysis(launcher, gradients, grad_scale, rows, stream);
+  launch_merge(launcher, merge, hierarchical, stream);
 }
 
-void merge_rows(const Module& module, const TensorTable& table, Stream stream) {
+void merge_rows(const Launcher& launcher, const TensorTable& table, Stream stream) {
   const TensorView& rows = table.tensors(0)[0];
   MergeParameters parameters = {};
   parameters.merge.rows = static_cast<float*>(rows.data);
   parameters.merge.report = static_cast<float*>(table.tensors(1)[0].data);
   parameters.merge.count = rows.size / kValuesPerRow;
   if (parameters.merge.count == 0) return;
-  module.launch("merge_rows", blocks_of(parameters.merge.count, kRowsPerMerge), kThreads, stream,
-                &parameters);
+  launcher.launch("merge_rows", blocks_of(parameters.merge.count, kRowsPerMerge), kThreads, stream,
+                  &parameters, sizeof(parameters));
 }
 
-void merge_all_rows(const Module& module, const TensorTable& table, bool hierarchical, Stream stream) {
-  launch_merge(module, rows_to_merge(table, 0), hierarchical, stream);
+void merge_all_rows(const Launcher& launcher, const TensorTable& table, bool hierarchical, Stream stream) {
+  launch_merge(launcher, rows_to_merge(table, 0), hierarchical, stream);
 }
 
 }  // namespace fused_adamw::cuda

@@ -112,7 +112,20 @@ def cuda_compute_capability(device: int) -> int:
 def cuda_driver_version() -> int:
     """1000 * major + 10 * minor."""
 
-class CudaModule:
+CUDA_LAYOUT: dict[str, int]
+"""Where the members of the kernels' parameters lie: "Struct.member" in bytes; sizes; constants."""
+
+class CudaLauncher:
+    """What the functions below launch through."""
+
+class CudaRecorder(CudaLauncher):
+    """Keeps what would be launched: kernel, number of blocks and bytes of parameters."""
+
+    def __init__(self) -> None: ...
+    @property
+    def launches(self) -> list[tuple[str, int, bytes]]: ...
+
+class CudaModule(CudaLauncher):
     """Kernels of one cubin, loaded on one device for the life of the process."""
 
     def __init__(self, device: int, cubin: bytes) -> None: ...
@@ -148,29 +161,29 @@ class CudaStepSettings:
 
 # The counterparts of the functions above on the current stream of the module's device.
 def cuda_step_in_place(
-    module: CudaModule,
+    launcher: CudaLauncher,
     tables: Sequence[TensorTable],
     groups: Sequence[CudaGroupSettings],
     settings: CudaStepSettings,
 ) -> None: ...
 def cuda_step_out_of_place(
-    module: CudaModule,
+    launcher: CudaLauncher,
     olds: Sequence[TensorTable],
     updateds: Sequence[TensorTable],
     steps: Sequence[float | Tensor],
     group: CudaGroupSettings,
     settings: CudaStepSettings,
 ) -> None: ...
-def cuda_analyze_gradients(module: CudaModule, table: TensorTable, grad_scale: float | Tensor) -> None: ...
+def cuda_analyze_gradients(launcher: CudaLauncher, table: TensorTable, grad_scale: float | Tensor) -> None: ...
 def cuda_analyze_and_merge(
-    module: CudaModule,
+    launcher: CudaLauncher,
     tables: Sequence[TensorTable],
     stats: TensorTable,
     grad_scale: float | Tensor,
     hierarchical: bool,
 ) -> None: ...
-def cuda_merge_rows(module: CudaModule, table: TensorTable) -> None: ...
-def cuda_merge_all_rows(module: CudaModule, table: TensorTable, hierarchical: bool) -> None: ...
+def cuda_merge_rows(launcher: CudaLauncher, table: TensorTable) -> None: ...
+def cuda_merge_all_rows(launcher: CudaLauncher, table: TensorTable, hierarchical: bool) -> None: ...
 def has_openmp_runtime() -> bool: ...
 def cpu_capabilities() -> list[str]: ...
 def cpu_capability() -> str: ...

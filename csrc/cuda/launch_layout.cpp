@@ -1,0 +1,110 @@
+#include "launch_layout.h"
+
+#include <cstddef>
+
+#include "../gradient_stats.h"
+#include "launch_parameters.h"
+
+namespace fused_adamw::cuda {
+
+std::map<std::string, long long> launch_layout() {
+  using InPlaceParameters = StepParameters<InPlaceTensor>;
+  using OutOfPlaceParameters = StepParameters<OutOfPlaceTensor>;
+#define FUSED_ADAMW_SIZE(type) {#type, static_cast<long long>(sizeof(type))}
+#define FUSED_ADAMW_OFFSET(type, member) {#type "." #member, static_cast<long long>(offsetof(type, member))}
+#define FUSED_ADAMW_CONSTANT(name)      \
+  {                                     \
+    #name, static_cast<long long>(name) \
+  }
+  return {
+      FUSED_ADAMW_OFFSET(Scalar, value),
+      FUSED_ADAMW_OFFSET(Scalar, pointer),
+      FUSED_ADAMW_OFFSET(Scalar, code),
+      FUSED_ADAMW_CONSTANT(kDeviceFloat32),
+      FUSED_ADAMW_CONSTANT(kDeviceFloat64),
+      FUSED_ADAMW_CONSTANT(kDeviceInt64),
+      FUSED_ADAMW_CONSTANT(kDeviceBool),
+      FUSED_ADAMW_OFFSET(TensorShape, size),
+      FUSED_ADAMW_OFFSET(TensorShape, grad),
+      FUSED_ADAMW_OFFSET(TensorShape, vectorised),
+      FUSED_ADAMW_OFFSET(TensorShape, group),
+      FUSED_ADAMW_CONSTANT(kGradFloat32),
+      FUSED_ADAMW_CONSTANT(kGradFloat16),
+      FUSED_ADAMW_CONSTANT(kGradBFloat16),
+      FUSED_ADAMW_SIZE(InPlaceTensor),
+      FUSED_ADAMW_OFFSET(InPlaceTensor, param),
+      FUSED_ADAMW_OFFSET(InPlaceTensor, grad),
+      FUSED_ADAMW_OFFSET(InPlaceTensor, exp_avg),
+      FUSED_ADAMW_OFFSET(InPlaceTensor, exp_avg_sq),
+      FUSED_ADAMW_OFFSET(InPlaceTensor, max_exp_avg_sq),
+      FUSED_ADAMW_OFFSET(InPlaceTensor, step),
+      FUSED_ADAMW_OFFSET(InPlaceTensor, shape),
+      FUSED_ADAMW_SIZE(OutOfPlaceTensor),
+      FUSED_ADAMW_OFFSET(OutOfPlaceTensor, param),
+      FUSED_ADAMW_OFFSET(OutOfPlaceTensor, grad),
+      FUSED_ADAMW_OFFSET(OutOfPlaceTensor, exp_avg),
+      FUSED_ADAMW_OFFSET(OutOfPlaceTensor, exp_avg_sq),
+      FUSED_ADAMW_OFFSET(OutOfPlaceTensor, max_exp_avg_sq),
+      FUSED_ADAMW_OFFSET(OutOfPlaceTensor, new_param),
+      FUSED_ADAMW_OFFSET(OutOfPlaceTensor, new_exp_avg),
+      FUSED_ADAMW_OFFSET(OutOfPlaceTensor, new_exp_avg_sq),
+      FUSED_ADAMW_OFFSET(OutOfPlaceTensor, new_max_exp_avg_sq),
+      FUSED_ADAMW_OFFSET(OutOfPlaceTensor, step),
+      FUSED_ADAMW_OFFSET(OutOfPlaceTensor, shape),
+      FUSED_ADAMW_SIZE(GroupSettings),
+      FUSED_ADAMW_OFFSET(GroupSettings, lr),
+      FUSED_ADAMW_OFFSET(GroupSettings, beta1),
+      FUSED_ADAMW_OFFSET(GroupSettings, beta2),
+      FUSED_ADAMW_OFFSET(GroupSettings, weight_decay),
+      FUSED_ADAMW_OFFSET(GroupSettings, eps),
+      FUSED_ADAMW_OFFSET(GroupSettings, maximize),
+      FUSED_ADAMW_OFFSET(StepSettings, grad_scale),
+      FUSED_ADAMW_OFFSET(StepSettings, found_inf),
+      FUSED_ADAMW_OFFSET(StepSettings, clip),
+      FUSED_ADAMW_OFFSET(StepSettings, report),
+      FUSED_ADAMW_OFFSET(StepSettings, max_norm),
+      FUSED_ADAMW_OFFSET(StepSettings, norm_epsilon),
+      FUSED_ADAMW_SIZE(InPlaceParameters),
+      FUSED_ADAMW_OFFSET(InPlaceParameters, settings),
+      FUSED_ADAMW_OFFSET(InPlaceParameters, groups),
+      FUSED_ADAMW_OFFSET(InPlaceParameters, tensors),
+      FUSED_ADAMW_OFFSET(InPlaceParameters, slot),
+      FUSED_ADAMW_OFFSET(InPlaceParameters, index.tensors),
+      FUSED_ADAMW_OFFSET(InPlaceParameters, index.first),
+      {"InPlaceParameters.capacity", kMaxTensors<InPlaceTensor>},
+      FUSED_ADAMW_SIZE(OutOfPlaceParameters),
+      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, settings),
+      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, groups),
+      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, tensors),
+      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, slot),
+      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, index.tensors),
+      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, index.first),
+      {"OutOfPlaceParameters.capacity", kMaxTensors<OutOfPlaceTensor>},
+      FUSED_ADAMW_SIZE(GradientTensor),
+      FUSED_ADAMW_OFFSET(GradientTensor, grad),
+      FUSED_ADAMW_OFFSET(GradientTensor, shape),
+      FUSED_ADAMW_OFFSET(RowsToMerge, rows),
+      FUSED_ADAMW_OFFSET(RowsToMerge, scratch),
+      FUSED_ADAMW_OFFSET(RowsToMerge, report),
+      FUSED_ADAMW_OFFSET(RowsToMerge, count),
+      FUSED_ADAMW_OFFSET(RowsToMerge, slot),
+      FUSED_ADAMW_SIZE(AnalyzeParameters),
+      FUSED_ADAMW_OFFSET(AnalyzeParameters, grad_scale),
+      FUSED_ADAMW_OFFSET(AnalyzeParameters, merge),
+      FUSED_ADAMW_OFFSET(AnalyzeParameters, first_row),
+      FUSED_ADAMW_OFFSET(AnalyzeParameters, gradients),
+      FUSED_ADAMW_OFFSET(AnalyzeParameters, index.tensors),
+      FUSED_ADAMW_OFFSET(AnalyzeParameters, index.first),
+      {"AnalyzeParameters.capacity", kMaxGradients},
+      FUSED_ADAMW_SIZE(MergeParameters),
+      FUSED_ADAMW_OFFSET(MergeParameters, merge),
+      FUSED_ADAMW_CONSTANT(kElementsPerBlock),
+      FUSED_ADAMW_CONSTANT(kElementsPerRow),
+      FUSED_ADAMW_CONSTANT(kLanes),
+  };
+#undef FUSED_ADAMW_SIZE
+#undef FUSED_ADAMW_OFFSET
+#undef FUSED_ADAMW_CONSTANT
+}
+
+}  // namespace fused_adamw::cuda

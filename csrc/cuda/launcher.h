@@ -1,0 +1,53 @@
+// What launches.cpp launches through: a module of compiled kernels, or a recorder of what would be launched.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace fused_adamw::cuda {
+
+using Stream = void*;
+
+class Launcher {
+ public:
+  virtual ~Launcher() = default;
+
+  // One launch with these parameters, which it copies.
+  virtual void launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream,
+                      const void* parameters, std::size_t bytes) const = 0;
+
+  // The first of `count` counters of finished blocks for a launch on this stream (see is_last_block in
+  // device_support.cuh). Launches in flight together get different ones; a captured launch keeps its own for
+  // all replays.
+  virtual unsigned next_slots(Stream stream, unsigned count) const = 0;
+
+  // The index of the CUDA device; -1 where there is none.
+  virtual int device() const = 0;
+};
+
+// Keeps what would be launched: for kernels that an interpreter runs, and for tests.
+class Recorder : public Launcher {
+ public:
+  struct Launch {
+    std::string kernel;
+    unsigned blocks;
+    std::string parameters;  // bytes
+  };
+
+  void launch(const char* kernel, unsigned blocks, unsigned, Stream, const void* parameters,
+              std::size_t bytes) const override {
+    launches_.push_back({kernel, blocks, std::string(static_cast<const char*>(parameters), bytes)});
+  }
+
+  unsigned next_slots(Stream, unsigned) const override { return 0; }
+
+  int device() const override { return -1; }
+
+  const std::vector<Launch>& launches() const { return launches_; }
+
+ private:
+  mutable std::vector<Launch> launches_;
+};
+
+}  // namespace fused_adamw::cuda
