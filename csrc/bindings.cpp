@@ -23,6 +23,7 @@
 #include "cuda/driver.h"
 #include "cuda/launch_layout.h"
 #include "cuda/launches.h"
+#include "cuda/uploading_module.h"
 #include "dlpack_abi.h"
 #include "tensor_table.h"
 
@@ -327,6 +328,14 @@ void cuda_step_out_of_place(const cuda::Launcher& launcher, const std::vector<co
                           current_stream(launcher.device()));
 }
 
+// `allocate` takes a number of bytes and returns a tensor.
+std::unique_ptr<cuda::UploadingModule> uploading_module(int device, py::function allocate) {
+  return std::make_unique<cuda::UploadingModule>(device, [allocate](std::size_t bytes) {
+    const auto tensor = std::make_shared<py::object>(allocate(bytes));
+    return cuda::Allocation{const_cast<void*>(cuda_scalar(*tensor).pointer), tensor};
+  });
+}
+
 using Position = std::tuple<std::size_t, std::size_t, std::size_t>;
 
 std::optional<std::tuple<Position, Position>> find_overlap_positions(
@@ -364,7 +373,14 @@ PYBIND11_MODULE(_C, m) {
       .def("layout_known", &TensorTable::layout_known)
       .def("remember_layout", &TensorTable::remember_layout)
       .def_property_readonly("device_index", [](const TensorTable& self) { return self.device().id; })
-      .def("list_size", [](const TensorTable& self, std::size_t list) { return self.tensors(list).size(); });
+      .def("list_size", [](const TensorTable& self, std::size_t list) { return self.tensors(list).size(); })
+      .def("count_rows", [](const TensorTable& self, std::size_t list) {
+        std::int64_t rows = 0;
+        for (const TensorView& grad : self.tensors(list)) {
+          rows += (grad.size + kElementsPerRow - 1) / kElementsPerRow;
+        }
+        return rows;
+      });
 
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](double lr, double beta1, double beta2, double weight_decay, double eps,
@@ -422,9 +438,18 @@ PYBIND11_MODULE(_C, m) {
       });
   py::class_<cuda::Module, cuda::Launcher>(m, "CudaModule")
       .def(py::init([](int device, const py::bytes& cubin) {
-             return std::make_unique<cuda::Module>(device, static_cast<std::string_view>(cubin));
+             return std::make_unique<cuda::Module>(device, static_cast<std::string>(cubin));
            }),
            py::arg("device"), py::arg("cubin"));
+  py::class_<cuda::UploadingModule, cuda::Launcher>(m, "CudaUploadingModule")
+      .def(py::init(&uploading_module), py::arg("device"), py::arg("allocate"))
+      .def(
+          "add",
+          [](cuda::UploadingModule& self, const std::string& kernel, const py::bytes& cubin,
+             const std::string& entry, unsigned threads, unsigned shared_bytes) {
+            self.add(kernel, static_cast<std::string>(cubin), entry, threads, shared_bytes);
+          },
+          py::arg("kernel"), py::arg("cubin"), py::arg("entry"), py::arg("threads"), py::arg("shared_bytes"));
   m.attr("CUDA_LAYOUT") = cuda::launch_layout();
   py::class_<cuda::GroupSettings>(m, "CudaGroupSettings")
       .def(py::init(&cuda_group_settings), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),

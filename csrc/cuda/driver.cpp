@@ -23,6 +23,7 @@ struct Driver {
   int (*pop_context)(void**);
   int (*load_module)(void**, const void*);
   int (*get_function)(void**, void*, const char*);
+  int (*get_global)(void**, std::size_t*, void*, const char*);
   int (*launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
                        void**, void**);
   int (*error_name)(int, const char**);
@@ -56,6 +57,7 @@ Driver load_driver() {
   load_symbol(library, "cuCtxPopCurrent_v2", driver.pop_context);
   load_symbol(library, "cuModuleLoadData", driver.load_module);
   load_symbol(library, "cuModuleGetFunction", driver.get_function);
+  load_symbol(library, "cuModuleGetGlobal_v2", driver.get_global);
   load_symbol(library, "cuLaunchKernel", driver.launch_kernel);
   load_symbol(library, "cuGetErrorName", driver.error_name);
   load_symbol(library, "cuStreamIsCapturing", driver.is_capturing);
@@ -113,15 +115,15 @@ int driver_version() {
   return version;
 }
 
-Module::Module(int device, std::string_view cubin) : device_(device) {
+Module::Module(int device, const std::string& image) : device_(device) {
   const RelaxedCapture relaxed;
   check(driver(), driver().primary_context(&context_, device_handle(device)), "cuDevicePrimaryCtxRetain");
   const ContextScope scope(context_);
-  check(driver(), driver().load_module(&module_, cubin.data()), "cuModuleLoadData");
+  check(driver(), driver().load_module(&module_, image.c_str()), "cuModuleLoadData");
 }
 
-void Module::launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream,
-                    const void* parameters, std::size_t) const {
+void Module::run(const char* kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, Stream stream,
+                 void** arguments) const {
   const ContextScope scope(context_);
   void*& function = functions_[kernel];
   if (function == nullptr) {
@@ -129,9 +131,26 @@ void Module::launch(const char* kernel, unsigned blocks, unsigned threads, Strea
     check(driver(), driver().get_function(&function, module_, kernel),
           std::string("cuModuleGetFunction ") + kernel);
   }
-  void* pointers[] = {const_cast<void*>(parameters)};
-  check(driver(), driver().launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, nullptr),
-        std::string("launch of ") + kernel);
+  check(
+      driver(),
+      driver().launch_kernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, nullptr),
+      std::string("launch of ") + kernel);
+}
+
+void Module::launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream,
+                    const void* parameters, std::size_t) const {
+  void* arguments[] = {const_cast<void*>(parameters)};
+  run(kernel, blocks, threads, 0, stream, arguments);
+}
+
+void* Module::global(const char* name) const {
+  const ContextScope scope(context_);
+  const RelaxedCapture relaxed;
+  void* pointer = nullptr;
+  std::size_t bytes = 0;
+  check(driver(), driver().get_global(&pointer, &bytes, module_, name),
+        std::string("cuModuleGetGlobal ") + name);
+  return pointer;
 }
 
 unsigned Module::next_slots(Stream stream, unsigned count) const {

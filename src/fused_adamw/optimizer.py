@@ -187,8 +187,13 @@ class AdamW(torch.optim.Optimizer):
             record.last = (stats.report, stats.rows, [])
         elif next_stats is not None:
             record.last = next_stats
+        elif self._is_guarded():
+            if self._can_step_at_once(groups):
+                self._analyze_and_step(groups, amp)
+                return loss
+            record.last = self._analyze(groups, amp.grad_scale)
         else:
-            record.last = self._analyze(groups, amp.grad_scale) if self._is_guarded() else None
+            record.last = None
         groups = local_groups(_OP, groups)
         if record.last is None or (stats is None and not self._is_guarded()):
             step_inplace.apply(groups, amp)
@@ -247,6 +252,21 @@ class AdamW(torch.optim.Optimizer):
         params = [param for group in groups for param in group.lists.params]
         stats = analyze(grads, grad_scale, hierarchical=self.hierarchical_stats)
         return stats.report, stats.rows, params
+
+    def _can_step_at_once(self, groups: list[StepGroup]) -> bool:
+        """Whether nothing comes between the statistics and the step, and nothing must see the ops."""
+        return (
+            self.fused_step
+            and self.nonfinite != "error"
+            and not step_inplace.must_dispatch(groups)
+            and len(list(step_inplace.by_device(groups))) == 1
+        )
+
+    def _analyze_and_step(self, groups: list[StepGroup], amp: AmpTensors) -> None:
+        report, rows = adamw_scaled.analyze_and_update(
+            groups, self._guard(), amp, hierarchical=self.hierarchical_stats
+        )
+        self._record.last = (report, rows, [param for group in groups for param in group.lists.params])
 
     def _refuse_nonfinite(self) -> None:
         last = self.last_stats
