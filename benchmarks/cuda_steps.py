@@ -3,8 +3,8 @@
     python benchmarks/cuda_steps.py [--output benchmarks/results/cuda_steps-h200.json]
 
 Bytes per parameter: the time divided by the number of parameters, times the rate of a device copy in the same
-run. A step must move 28 (26 for 16-bit gradients, 36 with AMSGrad), and 4 (2) more where it clips. torch, which
-takes no 16-bit gradient of a float32 parameter, copies it to float32 first.
+run. A step must move 28 (26 for 16-bit gradients, 36 with AMSGrad), and 4 (2) more where it clips. torch,
+which takes no 16-bit gradient of a float32 parameter, copies it to float32 first.
 """
 
 from __future__ import annotations
