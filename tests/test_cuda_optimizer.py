@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -312,23 +313,46 @@ def test_nothing_is_read_back(cuda: torch.device) -> None:
     optimizer = AdamW(moved(cuda, make_params(SHAPES)), max_grad_norm=0.5)
     gradients = [on(cuda, grads) for grads in make_gradients(make_params(SHAPES), 3)]
     train(optimizer, gradients[:1])
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode calls itself a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         train(optimizer, gradients[1:])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_parameters_of_two_devices(cuda: torch.device) -> None:
-    """CPU and CUDA in one optimizer: each group is updated where it is."""
-    params = make_params([(33,), (65,)])
-    here = AdamW(params)
-    mixed = AdamW([nn.Parameter(params[0].detach().clone()), *moved(cuda, params[1:])])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_parameters_of_two_devices(cuda: torch.device, max_grad_norm: float | None) -> None:
+    """CPU and CUDA in one group: each is updated where it is, and clipped by the norm of all."""
+    params = make_params([(33,), (65,), (7, 5)])
+    here = AdamW(params, max_grad_norm=max_grad_norm)
+    kept = [nn.Parameter(param.detach().clone()) for param in params[:2]]
+    mixed = AdamW([kept[0], *moved(cuda, params[2:]), kept[1]], max_grad_norm=max_grad_norm)
     for grads in make_gradients(params, 3):
         train(here, [grads])
-        set_gradients(params_of(mixed), [grads[0], grads[1].to(cuda)])
+        set_gradients(params_of(mixed), [grads[0], grads[2].to(cuda), grads[1]])
         mixed.step()
-    assert_same_tensors(mixed, here)
+    found = params_of(mixed)
+    for mine, other in zip((found[0], found[2], found[1]), params_of(here), strict=True):
+        torch.testing.assert_close(mine.cpu(), other, rtol=1e-6, atol=1e-7)
+    if max_grad_norm is None:
+        assert_all_same_bits([found[i].detach().cpu() for i in (0, 2, 1)], [p.detach() for p in params])
+    else:
+        assert mixed.last_stats.norm == pytest.approx(here.last_stats.norm, rel=1e-6)
+        assert mixed.last_stats.clip_coefficient < 1.0
+
+
+def test_a_learning_rate_on_the_cpu(cuda: torch.device) -> None:
+    """As torch takes it: a tensor of one element, wherever it is."""
+    params = make_params(SHAPES)
+    lr = torch.tensor(0.03, dtype=torch.float64)
+    here, there = AdamW(params, lr=lr), AdamW(moved(cuda, params), lr=lr)
+    for grads in make_gradients(params, 3):
+        lr *= 0.5
+        train(here, [grads])
+        train(there, [on(cuda, grads)])
+    assert_same_tensors(there, here)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -884,7 +884,7 @@ ValueError: fused_adamw::step_: state_steps[0] is -1.0; a whole number of at lea
 on_another_device:
 ValueError: fused_adamw::step_: the parameters are on meta; a device of type cpu or cuda is required
 on_two_devices:
-ValueError: fused_adamw::step_: params[1] is on meta; cpu, where the parameters are, is required
+ValueError: fused_adamw::step_: the parameters are on meta; a device of type cpu or cuda is required
 groups_on_two_devices:
 ValueError: fused_adamw::step_: the parameters are on meta; a device of type cpu or cuda is required
 lr_on_another_device:

@@ -29,6 +29,7 @@ from fused_adamw.torch_library.step_options import (
     OPTIONS_AS_TENSORS,
     AmpTensors,
     StepOptions,
+    moved,
     split_options,
     tensor_arguments,
 )
@@ -40,16 +41,17 @@ def apply(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptio
     """Updates all groups, through the op where a compiler, a mode or a subclass must see it."""
     if step_inplace.must_dispatch(groups):
         for lists, options in groups:
+            device = lists.params[0].device
             torch.ops.fused_adamw.adamw_scaled.tensor(
                 *lists,
-                report,
+                moved(report, device),
                 max_norm=guard.max_norm,
                 norm_epsilon=guard.epsilon,
-                **tensor_arguments(options, amp, report.device),
+                **tensor_arguments(options, amp.on(device), device),
             )
         return
-    for device_groups in step_inplace.by_device(groups):
-        update(device_groups, report, guard, amp)
+    for device, device_groups in step_inplace.by_device(groups):
+        update(device_groups, moved(report, device), guard, amp.on(device))
 
 
 def update(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptions, amp: AmpTensors) -> None:

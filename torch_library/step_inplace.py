@@ -65,18 +65,19 @@ def apply(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
     """
     if must_dispatch(groups):
         for lists, options in groups:
-            arguments = tensor_arguments(options, amp, lists.params[0].device)
+            device = lists.params[0].device
+            arguments = tensor_arguments(options, amp.on(device), device)
             torch.ops.fused_adamw.step_.tensor(*lists, **arguments)
         return
-    for device_groups in by_device(groups):
-        update(device_groups, amp)
+    for device, device_groups in by_device(groups):
+        update(device_groups, amp.on(device))
 
 
 def check(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
     """Raises what ``apply`` would raise, and writes nothing."""
     if not must_dispatch(groups):
-        for device_groups in by_device(groups):
-            read(device_groups, amp)
+        for device, device_groups in by_device(groups):
+            read(device_groups, amp.on(device))
 
 
 def must_dispatch(groups: Sequence[StepGroup]) -> bool:
@@ -84,14 +85,17 @@ def must_dispatch(groups: Sequence[StepGroup]) -> bool:
     return is_intercepted() or not all(_C.only_plain_tensors(group.lists) for group in groups)
 
 
-def by_device(groups: Sequence[StepGroup]) -> Iterable[list[StepGroup]]:
-    """The groups, device by device; refuses a device without kernels before any group is updated."""
+def by_device(groups: Sequence[StepGroup]) -> Iterable[tuple[torch.device, list[StepGroup]]]:
+    """The groups, device by device; refuses a device without kernels before any group is updated.
+
+    The tensors of a group are of one device.
+    """
     devices: dict[torch.device, list[StepGroup]] = {}
     for group in groups:
         devices.setdefault(group.lists.params[0].device, []).append(group)
     for device in devices:
         checks.check_backend(OP, device)
-    return devices.values()
+    return devices.items()
 
 
 def update(

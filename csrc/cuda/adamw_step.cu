@@ -56,47 +56,54 @@ __device__ __forceinline__ bool read_options(const StepSettings& settings, const
 struct BlockScalars {
   UpdateScalars scalars;
   bool skip;
+  int index;  // kept here until the end: in a register, it would cost blocks under way
 };
 
 // Four elements of a thread.
 template <typename Gradient, bool kAmsgrad>
 struct Quad {
-  float param[4], grad[4], exp_avg[4], exp_avg_sq[4], max_exp_avg_sq[4];
+  Packed<Gradient> grad;
+  Packed<float> param4, exp_avg4, exp_avg_sq4, max_exp_avg_sq4;
+  float param[4], exp_avg[4], exp_avg_sq[4], max_exp_avg_sq[4];
 
-  __device__ __forceinline__ void load(const OutOfPlaceTensor& tensor, long long first) {
-    const bool state = tensor.exp_avg != nullptr;
+  // `has_state`: there are moments; else they are taken as 0.
+  __device__ __forceinline__ void load(const OutOfPlaceTensor& tensor, long long first, bool has_state) {
     const Gradient* grads = static_cast<const Gradient*>(tensor.grad);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) exp_avg[k] = exp_avg_sq[k] = max_exp_avg_sq[k] = 0.0f;
+    exp_avg4 = exp_avg_sq4 = max_exp_avg_sq4 = {};
     if (whole(tensor, first)) {
-      load4(tensor.param + first, param);
-      load4(grads + first, grad);
-      if (state) {
-        load4(tensor.exp_avg + first, exp_avg);
-        load4(tensor.exp_avg_sq + first, exp_avg_sq);
-        if (kAmsgrad) load4(tensor.max_exp_avg_sq + first, max_exp_avg_sq);
+      param4.load(tensor.param + first);
+      grad.load(grads + first);
+      if (has_state) {
+        exp_avg4.load(tensor.exp_avg + first);
+        exp_avg_sq4.load(tensor.exp_avg_sq + first);
+        if (kAmsgrad) max_exp_avg_sq4.load(tensor.max_exp_avg_sq + first);
       }
       return;
     }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if (first + k < tensor.shape.size) {
-        param[k] = tensor.param[first + k];
-        grad[k] = to_float32(grads[first + k]);
-        if (state) {
-          exp_avg[k] = tensor.exp_avg[first + k];
-          exp_avg_sq[k] = tensor.exp_avg_sq[first + k];
-          if (kAmsgrad) max_exp_avg_sq[k] = tensor.max_exp_avg_sq[first + k];
-        }
-      }
+    const long long count = tensor.shape.size - first;
+    param4.load_some(tensor.param + first, count);
+    grad.load_some(grads + first, count);
+    if (has_state) {
+      exp_avg4.load_some(tensor.exp_avg + first, count);
+      exp_avg_sq4.load_some(tensor.exp_avg_sq + first, count);
+      if (kAmsgrad) max_exp_avg_sq4.load_some(tensor.max_exp_avg_sq + first, count);
     }
   }
 
+  __device__ __forceinline__ void unpack() {
+    param4.unpack(param);
+    exp_avg4.unpack(exp_avg);
+    exp_avg_sq4.unpack(exp_avg_sq);
+    max_exp_avg_sq4.unpack(max_exp_avg_sq);
+  }
+
   __device__ __forceinline__ void update(const UpdateScalars& scalars) {
+    float gradients[4];
+    grad.unpack(gradients);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const Element old = {param[k], exp_avg[k], exp_avg_sq[k], max_exp_avg_sq[k]};
-      const Element element = adamw_update<kAmsgrad>(old, grad[k], scalars);
+      const Element element = adamw_update<kAmsgrad>(old, gradients[k], scalars);
       param[k] = element.param;
       exp_avg[k] = element.exp_avg;
       exp_avg_sq[k] = element.exp_avg_sq;
@@ -133,31 +140,52 @@ template <typename Gradient, bool kAmsgrad>
 __device__ __forceinline__ void update_block(const OutOfPlaceTensor& tensor, long long first, bool in_place,
                                              const BlockScalars& shared) {
   Quad<Gradient, kAmsgrad> quad;
-  quad.load(tensor, first);
+  quad.load(tensor, first, in_place || tensor.exp_avg != nullptr);
   __syncthreads();
   if (shared.skip && in_place) return;
+  quad.unpack();
   const UpdateScalars scalars = shared.scalars;
   if (!shared.skip) quad.update(scalars);
   quad.store(tensor, first);
 }
 
-// Whether the update was skipped.
+// The first element of this thread.
+template <typename Tensor>
+__device__ __forceinline__ long long first_element(const StepParameters<Tensor>& parameters, int index) {
+  const long long block = blockIdx.x - parameters.index.first[index];
+  return block * kElementsPerBlock + threadIdx.x * kElementsPerThread;
+}
+
+template <bool kAmsgrad, typename Tensor>
+__device__ __forceinline__ void prefetch_quad(const StepParameters<Tensor>& parameters, int index) {
+  const Tensor& tensor = parameters.tensors[index];
+  const long long first = first_element(parameters, index);
+  if (first >= tensor.shape.size) return;
+  prefetch(tensor.param + first);
+  prefetch(static_cast<const char*>(tensor.grad) + first * (tensor.shape.grad == kGradFloat32 ? 4 : 2));
+  if (kInPlace<Tensor> || tensor.exp_avg != nullptr) {
+    prefetch(tensor.exp_avg + first);
+    prefetch(tensor.exp_avg_sq + first);
+    if (kAmsgrad) prefetch(tensor.max_exp_avg_sq + first);
+  }
+}
+
 template <typename Tensor, bool kAmsgrad>
-__device__ __forceinline__ bool step(const StepParameters<Tensor>& parameters) {
-  __shared__ BlockScalars shared;
+__device__ __forceinline__ void step(const StepParameters<Tensor>& parameters, BlockScalars& shared) {
   int index = find_tensor(parameters.index, blockIdx.x);
-  // Before this thread's loads, or the float64 values would take registers beside the elements; the seven
-  // other warps do not wait for it to ask for theirs.
+  // Before this warp's loads, or the float64 values would take registers beside the elements; the seven other
+  // warps do not wait for it to ask for theirs.
+  if (threadIdx.x < 32) prefetch_quad<kAmsgrad>(parameters, index);
   if (threadIdx.x == 0) {
     const Tensor& tensor = parameters.tensors[index];
     StepOptions options;
     shared.skip = read_options(parameters.settings, parameters.groups[tensor.shape.group], options);
     shared.scalars = update_scalars(options, steps_done(tensor) + 1);
+    shared.index = index;
   }
   asm volatile("" : "+r"(index));  // no address of an element is to be formed before, for the same reason
   const Tensor& tensor = parameters.tensors[index];
-  const long long block = blockIdx.x - parameters.index.first[index];
-  const long long first = block * kElementsPerBlock + threadIdx.x * kElementsPerThread;
+  const long long first = first_element(parameters, index);
   const OutOfPlaceTensor all = arrays(tensor);
   constexpr bool in_place = kInPlace<Tensor>;
   switch (tensor.shape.grad) {
@@ -170,7 +198,6 @@ __device__ __forceinline__ bool step(const StepParameters<Tensor>& parameters) {
     default:
       update_block<float, kAmsgrad>(all, first, in_place, shared);
   }
-  return shared.skip;
 }
 
 // How many blocks are to fit on a multiprocessor, which limits a thread's registers. Five on Hopper: 48
@@ -185,17 +212,16 @@ __device__ constexpr int blocks_per_processor(bool amsgrad) {
 }
 
 // The end of a block's work in place: the last block of a tensor advances its counter, when all have read it.
-__device__ __forceinline__ void finish(const StepParameters<InPlaceTensor>& parameters, bool skip) {
+__device__ __forceinline__ void finish(const StepParameters<InPlaceTensor>& parameters,
+                                       const BlockScalars& shared) {
   if (threadIdx.x != 0) return;
-  // Searched for again: kept until here, the index would cost the update registers, and so blocks under way.
-  const int index = find_tensor(parameters.index, blockIdx.x);
-  const InPlaceTensor& tensor = parameters.tensors[index];
+  const InPlaceTensor& tensor = parameters.tensors[shared.index];
   const unsigned blocks =
       static_cast<unsigned>((tensor.shape.size + kElementsPerBlock - 1) / kElementsPerBlock);
-  if (is_last_block(parameters.slot + index, blocks) && !skip) *tensor.step += 1.0f;
+  if (is_last_block(parameters.slot + shared.index, blocks) && !shared.skip) *tensor.step += 1.0f;
 }
 
-__device__ __forceinline__ void finish(const StepParameters<OutOfPlaceTensor>&, bool) {}
+__device__ __forceinline__ void finish(const StepParameters<OutOfPlaceTensor>&, const BlockScalars&) {}
 
 }  // namespace fused_adamw::cuda
 
@@ -205,6 +231,7 @@ using namespace fused_adamw::cuda;
 // bool. A step needs one or two of the four, and each takes 0.2 s to compile.
 extern "C" __global__ void __launch_bounds__(kThreads, blocks_per_processor(FUSED_ADAMW_AMSGRAD))
     adamw_step(const __grid_constant__ StepParameters<FUSED_ADAMW_TENSOR> parameters) {
-  const bool skip = step<FUSED_ADAMW_TENSOR, FUSED_ADAMW_AMSGRAD>(parameters);
-  finish(parameters, skip);
+  __shared__ BlockScalars shared;
+  step<FUSED_ADAMW_TENSOR, FUSED_ADAMW_AMSGRAD>(parameters, shared);
+  finish(parameters, shared);
 }

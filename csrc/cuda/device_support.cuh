@@ -28,26 +28,60 @@ __device__ __forceinline__ float to_float32(Half value) {
   return result;
 }
 
-// Four gradients by one access of 16 or 8 bytes.
-__device__ __forceinline__ void load4(const float* source, float (&values)[4]) {
-  const float4 packed = *reinterpret_cast<const float4*>(source);
-  values[0] = packed.x;
-  values[1] = packed.y;
-  values[2] = packed.z;
-  values[3] = packed.w;
-}
-
+// Four neighbours as one access of 16 or 8 bytes brings them. They stay packed while they are under way: a
+// conversion would wait for them, and with it every load behind it.
 template <typename Element>
-__device__ __forceinline__ void load4(const Element* source, float (&values)[4]) {
-  const ushort4 packed = *reinterpret_cast<const ushort4*>(source);
-  values[0] = to_float32(Element{packed.x});
-  values[1] = to_float32(Element{packed.y});
-  values[2] = to_float32(Element{packed.z});
-  values[3] = to_float32(Element{packed.w});
-}
+struct Packed {
+  ushort4 bits;
+
+  __device__ __forceinline__ void load(const Element* source) {
+    bits = *reinterpret_cast<const ushort4*>(source);
+  }
+  // One by one, as far as there are any.
+  __device__ __forceinline__ void load_some(const Element* source, long long count) {
+    bits = {};
+    if (count > 0) bits.x = source[0].bits;
+    if (count > 1) bits.y = source[1].bits;
+    if (count > 2) bits.z = source[2].bits;
+    if (count > 3) bits.w = source[3].bits;
+  }
+  __device__ __forceinline__ void unpack(float (&values)[4]) const {
+    values[0] = to_float32(Element{bits.x});
+    values[1] = to_float32(Element{bits.y});
+    values[2] = to_float32(Element{bits.z});
+    values[3] = to_float32(Element{bits.w});
+  }
+};
+
+template <>
+struct Packed<float> {
+  float4 values4;
+
+  __device__ __forceinline__ void load(const float* source) {
+    values4 = *reinterpret_cast<const float4*>(source);
+  }
+  __device__ __forceinline__ void load_some(const float* source, long long count) {
+    values4 = {};
+    if (count > 0) values4.x = source[0];
+    if (count > 1) values4.y = source[1];
+    if (count > 2) values4.z = source[2];
+    if (count > 3) values4.w = source[3];
+  }
+  __device__ __forceinline__ void unpack(float (&values)[4]) const {
+    values[0] = values4.x;
+    values[1] = values4.y;
+    values[2] = values4.z;
+    values[3] = values4.w;
+  }
+};
 
 __device__ __forceinline__ void store4(float* target, const float (&values)[4]) {
   *reinterpret_cast<float4*>(target) = make_float4(values[0], values[1], values[2], values[3]);
+}
+
+// Asks for the line at this address, without a register that waits for it.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
 }
 
 __device__ __forceinline__ double read(const Scalar& scalar) {

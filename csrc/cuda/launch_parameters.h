@@ -126,7 +126,7 @@ struct RowsToMerge {
   float* scratch;
   float* report;  // null: they are not merged
   long long count;
-  unsigned slot;  // of the last stage; those of the first stage's groups of rows follow
+  unsigned slot;
 };
 
 constexpr int kMaxGradients = kCapacity<GradientTensor, sizeof(Scalar) + sizeof(RowsToMerge) + 8>;

@@ -150,9 +150,7 @@ void launch_analysis(const Launcher& launcher, const std::vector<const std::vect
   parameters->grad_scale = grad_scale;
   parameters->merge = merge;
   parameters->first_row = 0;
-  if (merge.report != nullptr) {
-    parameters->merge.slot = launcher.next_slots(stream, 1 + blocks_of(merge.count, kRowsPerMerge));
-  }
+  if (merge.report != nullptr) parameters->merge.slot = launcher.next_slots(stream, 1);
   clear(parameters->index);
   unsigned blocks = 0;
   const auto flush = [&] {
@@ -233,7 +231,7 @@ void analyze_and_merge(const Launcher& launcher, const std::vector<const TensorT
   std::vector<const std::vector<TensorView>*> gradients;
   for (const TensorTable* table : tables) gradients.push_back(&table->tensors(kGrads));
   const RowsToMerge merge = rows_to_merge(stats, 0);
-  if (hierarchical && merge.count > 0) {
+  if (hierarchical && merge.count > 0 && merge.count <= kRowsPerMerge) {
     launch_analysis(launcher, gradients, grad_scale, merge, stream);
     return;
   }
