@@ -9,6 +9,7 @@ in the same run: analyzing must move 4 (2 for bfloat16), a step 28 (26).
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Callable
 from datetime import date
@@ -21,7 +22,7 @@ from rich.table import Table
 import fused_adamw
 from cuda_steps import WORKLOADS, copy_rate, device_seconds
 from fused_adamw import _C, cuda_kernels, nvrtc
-from fused_adamw.stats_plan import ROW_ELEMENTS, gradient_rows, scratch_elements
+from fused_adamw.stats_plan import ROW_ELEMENTS, gradient_rows
 from measure import write_json
 
 Replacement = tuple[str, str]
@@ -31,12 +32,9 @@ CALLS = 4
 ANALYSES: dict[str, list[Replacement]] = {
     f"{bytes_} bytes a batch, {blocks} blocks": [
         ("kBatchBytes = 64", f"kBatchBytes = {bytes_}"),
-        (
-            "__launch_bounds__(kThreads, 4)\n    analyze_gradients",
-            f"__launch_bounds__(kThreads, {blocks})\n    analyze_gradients",
-        ),
+        ("kAnalysesPerProcessor = 4", f"kAnalysesPerProcessor = {blocks}"),
     ]
-    for bytes_ in (32, 64, 128)
+    for bytes_ in (64, 128)
     for blocks in (3, 4, 5)
 }
 _STREAMED = (
@@ -45,10 +43,12 @@ _STREAMED = (
 )
 STEPS: dict[str, list[Replacement]] = {
     **{
-        f"{blocks} blocks": [("return amsgrad ? 4 : 5;", f"return amsgrad ? 4 : {blocks};")]
-        for blocks in (4, 5, 6)
+        f"{passes * 1024} elements, {blocks} blocks": [
+            ("#define FUSED_ADAMW_PASSES 1", f"#define FUSED_ADAMW_PASSES {passes}"),
+            ("return amsgrad ? 4 : 5;", f"return amsgrad ? 4 : {blocks};"),
+        ]
+        for passes, blocks in ((1, 4), (1, 5), (1, 6), (2, 2), (2, 3), (2, 4), (4, 1), (4, 2))
     },
-    "no prefetch": [("prefetch_quad<kAmsgrad>(parameters, index);", ";")],
     "streaming stores": [_STREAMED],
     "streaming loads": [
         ("*reinterpret_cast<const float4*>(source);", "__ldcs(reinterpret_cast<const float4*>(source));")
@@ -70,7 +70,10 @@ def compiled(source: str, replacements: list[Replacement], definitions: tuple[st
         texts = {name: text.replace(old, new) for name, text in texts.items()}
     text = texts.pop(Path(source).name)
     architecture = _C.cuda_compute_capability(0)
-    return _C.CudaModule(0, nvrtc.compile_to_cubin(source, text, texts, architecture, definitions)[0])
+    cubin = nvrtc.compile_to_cubin(source, text, texts, architecture, definitions)[0]
+    passes = re.search(r"define FUSED_ADAMW_PASSES (\d)", texts["launch_parameters.h"])
+    assert passes is not None
+    return _C.CudaModule(0, cubin, int(passes[1]) * 1024)
 
 
 def medians(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -92,11 +95,8 @@ def variants(sizes: list[int], dtype: torch.dtype) -> dict[str, Callable[[], obj
     table = _C.TensorTable("launch_shapes", [*lists, [], steps], written)
     count = gradient_rows(sizes)
     rows = torch.empty(count, ROW_ELEMENTS, device="cuda")
-    scratch = torch.empty(scratch_elements(count), device="cuda")
-    report = torch.empty(ROW_ELEMENTS, device="cuda")
-    stats = _C.TensorTable("launch_shapes", [[rows], [scratch], [report]], [True, True, True])
     grads = _C.TensorTable("launch_shapes", [lists[1], [rows]], [False, True])
-    kept = (lists, steps, rows, scratch, report)
+    kept = (lists, steps, rows)
 
     def call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
         return lambda: (function(*arguments), kept)[0]
@@ -105,9 +105,6 @@ def variants(sizes: list[int], dtype: torch.dtype) -> dict[str, Callable[[], obj
     for name, replacements in ANALYSES.items():
         module = compiled(cuda_kernels.STATS, replacements, ())
         calls[f"analyze: {name}"] = call(_C.cuda_analyze_gradients, module, grads, 1.0)
-        calls[f"analyze and merge: {name}"] = call(
-            _C.cuda_analyze_and_merge, module, [table], stats, 1.0, True
-        )
     group = _C.CudaGroupSettings(1e-3, 0.9, 0.999, 0.01, 1e-8, False)
     settings = _C.CudaStepSettings(1.0, 0.0, 1.0, None, -1.0, 1e-6)
     for name, replacements in STEPS.items():

@@ -437,10 +437,11 @@ PYBIND11_MODULE(_C, m) {
         return launches;
       });
   py::class_<cuda::Module, cuda::Launcher>(m, "CudaModule")
-      .def(py::init([](int device, const py::bytes& cubin) {
-             return std::make_unique<cuda::Module>(device, static_cast<std::string>(cubin));
+      .def(py::init([](int device, const py::bytes& cubin, int elements_per_step_block) {
+             return std::make_unique<cuda::Module>(device, static_cast<std::string>(cubin),
+                                                   elements_per_step_block);
            }),
-           py::arg("device"), py::arg("cubin"));
+           py::arg("device"), py::arg("cubin"), py::arg("elements_per_step_block") = cuda::kElementsPerBlock);
   py::class_<cuda::UploadingModule, cuda::Launcher>(m, "CudaUploadingModule")
       .def(py::init(&uploading_module), py::arg("device"), py::arg("allocate"))
       .def(
@@ -460,10 +461,13 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "cuda_step_in_place",
       [](const cuda::Launcher& launcher, const std::vector<const TensorTable*>& tables,
-         const std::vector<cuda::GroupSettings>& groups, const cuda::StepSettings& settings) {
-        cuda::step_in_place(launcher, tables, groups, settings, current_stream(launcher.device()));
+         const std::vector<cuda::GroupSettings>& groups, const cuda::StepSettings& settings,
+         bool after_analysis) {
+        cuda::step_in_place(launcher, tables, groups, settings, current_stream(launcher.device()),
+                            after_analysis ? cuda::Start::kOverlapping : cuda::Start::kAfterPrevious);
       },
-      py::arg("launcher"), py::arg("tables"), py::arg("groups"), py::arg("settings"));
+      py::arg("launcher"), py::arg("tables"), py::arg("groups"), py::arg("settings"),
+      py::arg("after_analysis") = false);
   m.def("cuda_step_out_of_place", &cuda_step_out_of_place, py::arg("launcher"), py::arg("olds"),
         py::arg("updateds"), py::arg("steps"), py::arg("group"), py::arg("settings"));
   m.def(

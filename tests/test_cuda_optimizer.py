@@ -47,7 +47,7 @@ def on(device: torch.device, tensors: Sequence[Tensor | None]) -> list[Any]:
 
 
 def moved(device: torch.device, params: list[nn.Parameter]) -> list[nn.Parameter]:
-    return [nn.Parameter(param.detach().to(device)) for param in params]
+    return [nn.Parameter(param.detach().clone().to(device)) for param in params]
 
 
 def assert_same_training(
@@ -118,7 +118,7 @@ def test_values_of_every_kind(cuda: torch.device, max_grad_norm: float | None) -
     sample = wide_sample(70_001)
     optimizers = []
     for device in (torch.device("cpu"), cuda):
-        optimizer = AdamW([nn.Parameter(sample.param.to(device))], max_grad_norm=max_grad_norm)
+        optimizer = AdamW(moved(device, [nn.Parameter(sample.param)]), max_grad_norm=max_grad_norm)
         train(optimizer, [[sample.grad.to(device)], [sample.grad.to(device).nan_to_num()]])
         optimizers.append(optimizer)
     assert_same_tensors(optimizers[1], optimizers[0])

@@ -83,7 +83,7 @@ def analyze_and_update(
     checks.check_rows(OP, "rows", rows)
     stats = _C.TensorTable(OP, [[rows], [scratch], [report]], [True, True, True])
     backend(device).analyze_and_merge(tables, stats, amp, hierarchical)
-    step_inplace.write(groups, tables, amp, report, guard)
+    step_inplace.write(groups, tables, amp, report, guard, after_analysis=True)
     return report, rows
 
 

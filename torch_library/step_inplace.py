@@ -149,14 +149,17 @@ def write(
     amp: AmpTensors,
     report: Tensor | None,
     guard: GradientGuardOptions,
+    *,
+    after_analysis: bool = False,
 ) -> None:
-    """Updates the groups that these tables were read of."""
+    """Updates the groups that these tables were read of; right after their analysis, or not."""
     runs = backend(groups[0].lists.params[0].device)
     if runs.must_skip(amp, report):
         return
     for group in groups:
         bump_versions(tensors for tensors, written in zip(group.lists, _WRITTEN, strict=True) if written)
-    runs.step_in_place(tables, [group.options for group in groups], amp, report, guard)
+    options = [group.options for group in groups]
+    runs.step_in_place(tables, options, amp, report, guard, after_analysis=after_analysis)
 
 
 def fake_update(lists: StepLists, options: StepOptions, amp: AmpTensors, *, op: str = OP) -> None:

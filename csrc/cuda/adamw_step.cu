@@ -139,14 +139,20 @@ struct Quad {
 template <typename Gradient, bool kAmsgrad>
 __device__ __forceinline__ void update_block(const OutOfPlaceTensor& tensor, long long first, bool in_place,
                                              const BlockScalars& shared) {
-  Quad<Gradient, kAmsgrad> quad;
-  quad.load(tensor, first, in_place || tensor.exp_avg != nullptr);
+  Quad<Gradient, kAmsgrad> quads[kStepPasses];
+#pragma unroll
+  for (int i = 0; i < kStepPasses; ++i) {
+    quads[i].load(tensor, first + i * kElementsPerPass, in_place || tensor.exp_avg != nullptr);
+  }
   __syncthreads();
   if (shared.skip && in_place) return;
-  quad.unpack();
   const UpdateScalars scalars = shared.scalars;
-  if (!shared.skip) quad.update(scalars);
-  quad.store(tensor, first);
+#pragma unroll
+  for (int i = 0; i < kStepPasses; ++i) {
+    quads[i].unpack();
+    if (!shared.skip) quads[i].update(scalars);
+    quads[i].store(tensor, first + i * kElementsPerPass);
+  }
 }
 
 // The first element of this thread.
@@ -156,27 +162,15 @@ __device__ __forceinline__ long long first_element(const StepParameters<Tensor>&
   return block * kElementsPerBlock + threadIdx.x * kElementsPerThread;
 }
 
-template <bool kAmsgrad, typename Tensor>
-__device__ __forceinline__ void prefetch_quad(const StepParameters<Tensor>& parameters, int index) {
-  const Tensor& tensor = parameters.tensors[index];
-  const long long first = first_element(parameters, index);
-  if (first >= tensor.shape.size) return;
-  prefetch(tensor.param + first);
-  prefetch(static_cast<const char*>(tensor.grad) + first * (tensor.shape.grad == kGradFloat32 ? 4 : 2));
-  if (kInPlace<Tensor> || tensor.exp_avg != nullptr) {
-    prefetch(tensor.exp_avg + first);
-    prefetch(tensor.exp_avg_sq + first);
-    if (kAmsgrad) prefetch(tensor.max_exp_avg_sq + first);
-  }
-}
-
 template <typename Tensor, bool kAmsgrad>
 __device__ __forceinline__ void step(const StepParameters<Tensor>& parameters, BlockScalars& shared) {
   int index = find_tensor(parameters.index, blockIdx.x);
   // Before this warp's loads, or the float64 values would take registers beside the elements; the seven other
-  // warps do not wait for it to ask for theirs.
-  if (threadIdx.x < 32) prefetch_quad<kAmsgrad>(parameters, index);
+  // warps do not wait for it to ask for theirs. (A prefetch for it gained nothing.)
   if (threadIdx.x == 0) {
+    // The other threads may load what they update at once: the launches before this one only read it. They
+    // write after the barrier that this thread comes to.
+    wait_for_previous();
     const Tensor& tensor = parameters.tensors[index];
     StepOptions options;
     shared.skip = read_options(parameters.settings, parameters.groups[tensor.shape.group], options);

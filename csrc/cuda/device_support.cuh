@@ -79,9 +79,12 @@ __device__ __forceinline__ void store4(float* target, const float (&values)[4]) 
   *reinterpret_cast<float4*>(target) = make_float4(values[0], values[1], values[2], values[3]);
 }
 
-// Asks for the line at this address, without a register that waits for it.
-__device__ __forceinline__ void prefetch(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
+// Until then, a kernel that was launched as Start::kOverlapping may touch nothing that the launch before it
+// writes, nor write what that one reads. Returns at once in any other launch.
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
 }
 
 __device__ __forceinline__ double read(const Scalar& scalar) {

@@ -24,25 +24,29 @@ int driver_version();
 // live as long as the process: unloading would have to wait for every launch and captured graph.
 class Module : public Launcher {
  public:
-  Module(int device, const std::string& image);
+  Module(int device, const std::string& image, int elements_per_step_block = kElementsPerBlock);
 
   // One launch; arguments[i] points to the kernel's parameter i. Throws DriverError; nothing has run then.
   void run(const char* kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, Stream stream,
-           void** arguments) const;
+           void** arguments, Start start = Start::kAfterPrevious) const;
 
   // The same with the parameters as the one parameter of the kernel, by value.
   void launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream, const void* parameters,
-              std::size_t bytes) const override;
+              std::size_t bytes, Start start) const override;
 
   unsigned next_slots(Stream stream, unsigned count) const override;
 
   int device() const override { return device_; }
+
+  int elements_per_step_block() const override { return elements_per_step_block_; }
 
   // The address of a variable on the device.
   void* global(const char* name) const;
 
  private:
   int device_;
+  int elements_per_step_block_;
+  bool can_overlap_;  // launches, from compute capability 9.0 and CUDA 12.3 (in captured graphs) on
   void* context_ = nullptr;
   void* module_ = nullptr;
   mutable std::unordered_map<std::string, void*> functions_;

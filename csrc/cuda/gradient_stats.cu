@@ -13,6 +13,14 @@ constexpr int kWarps = kThreads / 32;
 constexpr unsigned kInfinityBits = 0x7F800000u;
 constexpr int kBatchBytes = 64;
 
+// How many blocks of an analysis are to fit on a multiprocessor; elsewhere the compiler keeps more loads
+// under way, for which the registers of two are enough.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kAnalysesPerProcessor = 4;
+#else
+constexpr int kAnalysesPerProcessor = 2;
+#endif
+
 static_assert(kElementsPerPass == kLanes, "a thread keeps four lanes");
 
 struct LaneSums {
@@ -142,7 +150,7 @@ __device__ __forceinline__ StatsRow merge_block(const float* rows, long long cou
 }
 
 // Group `group` of up to 1024 rows into one; the block that comes last goes on with all later stages.
-__device__ __forceinline__ void merge_group(const RowsToMerge& merge, long long group) {
+__device__ __forceinline__ void merge_group(const MergeParameters& merge, long long group) {
   const long long first = group * kRowsPerMerge;
   const long long groups = (merge.count + kRowsPerMerge - 1) / kRowsPerMerge;
   const StatsRow row = merge_block(merge.rows + 3 * first, min(merge.count - first, kRowsPerMerge));
@@ -171,10 +179,8 @@ __device__ __forceinline__ void merge_group(const RowsToMerge& merge, long long 
 using namespace fused_adamw;
 using namespace fused_adamw::cuda;
 
-// Grid: one block per row. Where a report is asked for, of at most 1024 rows, the last block to finish merges
-// them: that saves small models a launch. With more rows, what finding the last block costs each of them is
-// more than a launch (0.4 of 3.6 bytes per parameter on an H200).
-extern "C" __global__ void __launch_bounds__(kThreads, 4)
+// Grid: one block per row.
+extern "C" __global__ void __launch_bounds__(kThreads, kAnalysesPerProcessor)
     analyze_gradients(const __grid_constant__ AnalyzeParameters parameters) {
   // From the last block to the first: a step, which begins at the front, then finds what was read last in the
   // second-level cache.
@@ -199,18 +205,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
                        inverse_scale);
   }
   const StatsRow stats = merge_lanes(sums);
-  const RowsToMerge& merge = parameters.merge;
-  const long long row = parameters.first_row + block;
-  if (threadIdx.x == 0) store_row(merge.rows, row, stats);
-  if (merge.report != nullptr && all_finished(merge.slot, static_cast<unsigned>(merge.count))) {
-    merge_group(merge, 0);
-  }
+  if (threadIdx.x == 0) store_row(parameters.rows, block, stats);
 }
 
 // Grid: one block per 1024 rows. One stage.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_rows(const __grid_constant__ MergeParameters parameters) {
-  const RowsToMerge& merge = parameters.merge;
+  const MergeParameters& merge = parameters;
   const long long first = blockIdx.x * kRowsPerMerge;
   const StatsRow row = merge_block(merge.rows + 3 * first, min(merge.count - first, kRowsPerMerge));
   if (threadIdx.x == 0) store_row(merge.report, blockIdx.x, row);
@@ -219,12 +220,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // Grid: one block per 1024 rows. All stages.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_all_rows(const __grid_constant__ MergeParameters parameters) {
-  merge_group(parameters.merge, blockIdx.x);
+  wait_for_previous();
+  merge_group(parameters, blockIdx.x);
 }
 
 // Grid: one thread. All rows in a single sum, one after another.
 extern "C" __global__ void merge_all_rows_serially(const __grid_constant__ MergeParameters parameters) {
-  const RowsToMerge& merge = parameters.merge;
+  const MergeParameters& merge = parameters;
+  wait_for_previous();
   double squares = 0.0;
   float max_abs = 0.0f;
   bool nonfinite = false;

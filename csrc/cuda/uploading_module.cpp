@@ -71,7 +71,7 @@ void UploadingModule::add(const std::string& kernel, const std::string& cubin, c
 }
 
 void UploadingModule::launch(const char* kernel, unsigned blocks, unsigned, Stream stream,
-                             const void* parameters, std::size_t bytes) const {
+                             const void* parameters, std::size_t bytes, Start) const {
   const Kernel& compiled = kernels_.at(kernel);
   const Allocation allocation = allocate_(sizeof(Upload::words));
   Upload upload = {allocation.pointer, {}};

@@ -30,7 +30,7 @@ class UploadingModule : public Launcher {
 
   // The kernel has its own number of threads.
   void launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream, const void* parameters,
-              std::size_t bytes) const override;
+              std::size_t bytes, Start start) const override;
 
   unsigned next_slots(Stream stream, unsigned count) const override {
     return upload_.next_slots(stream, count);

@@ -131,7 +131,7 @@ class CudaRecorder(CudaLauncher):
 class CudaModule(CudaLauncher):
     """Kernels of one cubin, loaded on one device for the life of the process."""
 
-    def __init__(self, device: int, cubin: bytes) -> None: ...
+    def __init__(self, device: int, cubin: bytes, elements_per_step_block: int = ...) -> None: ...
 
 class CudaUploadingModule(CudaLauncher):
     """Kernels that take their parameters by pointer; ``allocate`` returns a tensor of so many bytes."""
@@ -174,7 +174,10 @@ def cuda_step_in_place(
     tables: Sequence[TensorTable],
     groups: Sequence[CudaGroupSettings],
     settings: CudaStepSettings,
-) -> None: ...
+    after_analysis: bool = ...,
+) -> None:
+    """``after_analysis``: nothing was launched on the stream since ``cuda_analyze_and_merge``."""
+
 def cuda_step_out_of_place(
     launcher: CudaLauncher,
     olds: Sequence[TensorTable],
