@@ -11,14 +11,14 @@ namespace fused_adamw::cuda {
 
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kInfinityBits = 0x7F800000u;
-constexpr int kBatchBytes = 64;
 
-// How many blocks of an analysis are to fit on a multiprocessor; elsewhere the compiler keeps more loads
-// under way, for which the registers of two are enough.
+// Bytes that a thread has under way while it sums as many, and how many blocks are to fit on a
+// multiprocessor: on Hopper four; elsewhere the compiler takes the registers that it needs.
+constexpr int kBatchBytes = 64;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kAnalysesPerProcessor = 4;
 #else
-constexpr int kAnalysesPerProcessor = 2;
+constexpr int kAnalysesPerProcessor = 1;
 #endif
 
 static_assert(kElementsPerPass == kLanes, "a thread keeps four lanes");
@@ -102,19 +102,27 @@ __device__ __forceinline__ LaneSums sum_chunk(const Gradient* elements, long lon
   const int lane = threadIdx.x * kElementsPerThread;
   if (vectorised && count == kElementsPerRow) {
     Packed<Gradient> batches[2][kBatch];
+    const Gradient* next = elements + lane;
+    const auto load = [&](Packed<Gradient>(&batch)[kBatch]) {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) batches[0][i].load(elements + i * kLanes + lane);
+      for (int i = 0; i < kBatch; ++i) batch[i].load(next + i * kLanes);
+      next += kBatch * kLanes;
+    };
+    const auto add = [&](const Packed<Gradient>(&batch)[kBatch]) {
 #pragma unroll
-    for (int pass = 0; pass < kPasses; pass += kBatch) {
-      const int now = pass / kBatch % 2;
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int next = pass + kBatch + i;
-        if (next < kPasses) batches[1 - now][i].load(elements + next * kLanes + lane);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) add_values(sums, batches[now][i], inverse_scale);
+      for (int i = 0; i < kBatch; ++i) add_values(sums, batch[i], inverse_scale);
+    };
+    load(batches[0]);
+#pragma unroll 1
+    for (int pass = 2 * kBatch; pass < kPasses; pass += 2 * kBatch) {
+      load(batches[1]);
+      add(batches[0]);
+      load(batches[0]);
+      add(batches[1]);
     }
+    load(batches[1]);
+    add(batches[0]);
+    add(batches[1]);
   } else {
 #pragma unroll 1
     for (long long base = lane; base < count; base += kLanes) {
