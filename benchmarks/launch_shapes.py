@@ -34,7 +34,7 @@ ANALYSES: dict[str, list[Replacement]] = {
         ("kBatchBytes = 64", f"kBatchBytes = {bytes_}"),
         ("kAnalysesPerProcessor = 4", f"kAnalysesPerProcessor = {blocks}"),
     ]
-    for bytes_ in (64, 128)
+    for bytes_ in (32, 64)
     for blocks in (3, 4, 5)
 }
 _STREAMED = (

@@ -56,7 +56,9 @@ __device__ __forceinline__ bool read_options(const StepSettings& settings, const
 struct BlockScalars {
   UpdateScalars scalars;
   bool skip;
-  int index;  // kept here until the end: in a register, it would cost blocks under way
+  // Kept here until the end: in registers, they would cost blocks under way.
+  int index;
+  unsigned arrived;
 };
 
 // Four elements of a thread.
@@ -138,12 +140,13 @@ struct Quad {
 
 template <typename Gradient, bool kAmsgrad>
 __device__ __forceinline__ void update_block(const OutOfPlaceTensor& tensor, long long first, bool in_place,
-                                             const BlockScalars& shared) {
+                                             unsigned arrived, BlockScalars& shared) {
   Quad<Gradient, kAmsgrad> quads[kStepPasses];
 #pragma unroll
   for (int i = 0; i < kStepPasses; ++i) {
     quads[i].load(tensor, first + i * kElementsPerPass, in_place || tensor.exp_avg != nullptr);
   }
+  if (threadIdx.x == 0) shared.arrived = arrived;
   __syncthreads();
   if (shared.skip && in_place) return;
   const UpdateScalars scalars = shared.scalars;
@@ -155,6 +158,27 @@ __device__ __forceinline__ void update_block(const OutOfPlaceTensor& tensor, lon
   }
 }
 
+// The last block of a tensor to have read its counter advances it. A block arrives as soon as it has read it,
+// and looks only at its end which one it was: to wait there for the answer would keep its place on the
+// multiprocessor idle for a sixth of its time.
+__device__ __forceinline__ unsigned arrive(const StepParameters<InPlaceTensor>& parameters, int index) {
+  return atomicAdd(&finished_blocks[parameters.slot + index], 1u) + 1u;
+}
+
+__device__ __forceinline__ void finish(const StepParameters<InPlaceTensor>& parameters,
+                                       const BlockScalars& shared) {
+  const InPlaceTensor& tensor = parameters.tensors[shared.index];
+  const unsigned blocks =
+      static_cast<unsigned>((tensor.shape.size + kElementsPerBlock - 1) / kElementsPerBlock);
+  if (threadIdx.x != 0 || shared.arrived != blocks) return;
+  finished_blocks[parameters.slot + shared.index] = 0;
+  if (!shared.skip) *tensor.step += 1.0f;
+}
+
+__device__ __forceinline__ unsigned arrive(const StepParameters<OutOfPlaceTensor>&, int) { return 0; }
+
+__device__ __forceinline__ void finish(const StepParameters<OutOfPlaceTensor>&, const BlockScalars&) {}
+
 // The first element of this thread.
 template <typename Tensor>
 __device__ __forceinline__ long long first_element(const StepParameters<Tensor>& parameters, int index) {
@@ -163,8 +187,10 @@ __device__ __forceinline__ long long first_element(const StepParameters<Tensor>&
 }
 
 template <typename Tensor, bool kAmsgrad>
-__device__ __forceinline__ void step(const StepParameters<Tensor>& parameters, BlockScalars& shared) {
+__device__ __forceinline__ void step(const StepParameters<Tensor>& parameters) {
+  __shared__ BlockScalars shared;
   int index = find_tensor(parameters.index, blockIdx.x);
+  unsigned arrived = 0;
   // Before this warp's loads, or the float64 values would take registers beside the elements; the seven other
   // warps do not wait for it to ask for theirs. (A prefetch for it gained nothing.)
   if (threadIdx.x == 0) {
@@ -176,6 +202,7 @@ __device__ __forceinline__ void step(const StepParameters<Tensor>& parameters, B
     shared.skip = read_options(parameters.settings, parameters.groups[tensor.shape.group], options);
     shared.scalars = update_scalars(options, steps_done(tensor) + 1);
     shared.index = index;
+    arrived = arrive(parameters, index);
   }
   asm volatile("" : "+r"(index));  // no address of an element is to be formed before, for the same reason
   const Tensor& tensor = parameters.tensors[index];
@@ -184,14 +211,15 @@ __device__ __forceinline__ void step(const StepParameters<Tensor>& parameters, B
   constexpr bool in_place = kInPlace<Tensor>;
   switch (tensor.shape.grad) {
     case kGradFloat16:
-      update_block<Half, kAmsgrad>(all, first, in_place, shared);
+      update_block<Half, kAmsgrad>(all, first, in_place, arrived, shared);
       break;
     case kGradBFloat16:
-      update_block<BFloat16, kAmsgrad>(all, first, in_place, shared);
+      update_block<BFloat16, kAmsgrad>(all, first, in_place, arrived, shared);
       break;
     default:
-      update_block<float, kAmsgrad>(all, first, in_place, shared);
+      update_block<float, kAmsgrad>(all, first, in_place, arrived, shared);
   }
+  finish(parameters, shared);
 }
 
 // How many blocks are to fit on a multiprocessor, which limits a thread's registers. Five on Hopper: 48
@@ -205,18 +233,6 @@ __device__ constexpr int blocks_per_processor(bool amsgrad) {
 #endif
 }
 
-// The end of a block's work in place: the last block of a tensor advances its counter, when all have read it.
-__device__ __forceinline__ void finish(const StepParameters<InPlaceTensor>& parameters,
-                                       const BlockScalars& shared) {
-  if (threadIdx.x != 0) return;
-  const InPlaceTensor& tensor = parameters.tensors[shared.index];
-  const unsigned blocks =
-      static_cast<unsigned>((tensor.shape.size + kElementsPerBlock - 1) / kElementsPerBlock);
-  if (is_last_block(parameters.slot + shared.index, blocks) && !shared.skip) *tensor.step += 1.0f;
-}
-
-__device__ __forceinline__ void finish(const StepParameters<OutOfPlaceTensor>&, const BlockScalars&) {}
-
 }  // namespace fused_adamw::cuda
 
 using namespace fused_adamw::cuda;
@@ -225,7 +241,5 @@ using namespace fused_adamw::cuda;
 // bool. A step needs one or two of the four, and each takes 0.2 s to compile.
 extern "C" __global__ void __launch_bounds__(kThreads, blocks_per_processor(FUSED_ADAMW_AMSGRAD))
     adamw_step(const __grid_constant__ StepParameters<FUSED_ADAMW_TENSOR> parameters) {
-  __shared__ BlockScalars shared;
-  step<FUSED_ADAMW_TENSOR, FUSED_ADAMW_AMSGRAD>(parameters, shared);
-  finish(parameters, shared);
+  step<FUSED_ADAMW_TENSOR, FUSED_ADAMW_AMSGRAD>(parameters);
 }

@@ -5,7 +5,8 @@
 
 namespace fused_adamw::cuda {
 
-// Counters of finished blocks. Zero when the module is loaded, and again after each launch that used one.
+// Counters of blocks that have come to some point. Zero when the module is loaded, and again after each
+// launch that used one.
 __device__ unsigned finished_blocks[kSlots];
 
 struct Half {
@@ -114,22 +115,15 @@ __device__ __forceinline__ int find_tensor(const BlockIndex<kCapacity>& index, u
   return tensor;
 }
 
-// Whether this is the last of so many blocks that share a slot to get here. Called by one thread. Orders no
-// other memory access: see all_finished.
-__device__ __forceinline__ bool is_last_block(unsigned slot, unsigned blocks) {
-  if (atomicAdd(&finished_blocks[slot], 1u) + 1u != blocks) return false;
-  finished_blocks[slot] = 0;
-  return true;
-}
-
-// The same, called by all threads of a block; the last block may go on with what thread 0 of each block wrote
-// before, read through the second-level cache.
+// Whether this is the last of so many blocks that share a slot to get here; called by all threads. The last
+// block may go on with what thread 0 of each block wrote before, read through the second-level cache.
 __device__ __forceinline__ bool all_finished(unsigned slot, unsigned blocks) {
   __shared__ bool last;
   __syncthreads();  // the last use of the shared value, where this is called more than once
   if (threadIdx.x == 0) {
     __threadfence();
-    last = is_last_block(slot, blocks);
+    last = atomicAdd(&finished_blocks[slot], 1u) + 1u == blocks;
+    if (last) finished_blocks[slot] = 0;
     __threadfence();
   }
   __syncthreads();

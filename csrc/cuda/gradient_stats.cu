@@ -98,6 +98,7 @@ __device__ __forceinline__ LaneSums sum_chunk(const Gradient* elements, long lon
   // Two batches of accesses are under way in turn: one is summed while the next is awaited. Of 64 bytes a
   // thread each, since with fewer the memory has nothing to do while sums are formed.
   constexpr int kBatch = kBatchBytes / static_cast<int>(sizeof(Packed<Gradient>));
+  static_assert(kPasses % (2 * kBatch) == 0, "");
   LaneSums sums = {};
   const int lane = threadIdx.x * kElementsPerThread;
   if (vectorised && count == kElementsPerRow) {

@@ -24,7 +24,7 @@ class Launcher {
                       const void* parameters, std::size_t bytes,
                       Start start = Start::kAfterPrevious) const = 0;
 
-  // The first of `count` counters of finished blocks for a launch on this stream (see is_last_block in
+  // The first of `count` counters of finished blocks for a launch on this stream (see all_finished in
   // device_support.cuh). Launches in flight together get different ones; a captured launch keeps its own for
   // all replays.
   virtual unsigned next_slots(Stream stream, unsigned count) const = 0;
