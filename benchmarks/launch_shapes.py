@@ -44,8 +44,8 @@ _STREAMED = (
 STEPS: dict[str, list[Replacement]] = {
     **{
         f"{passes * 1024} elements, {blocks} blocks": [
-            ("#define FUSED_ADAMW_PASSES 1", f"#define FUSED_ADAMW_PASSES {passes}"),
-            ("return amsgrad ? 4 : 5;", f"return amsgrad ? 4 : {blocks};"),
+            ("#define FUSED_ADAMW_PASSES 2", f"#define FUSED_ADAMW_PASSES {passes}"),
+            ("return in_place && !amsgrad ? 4 : 3;", f"return in_place && !amsgrad ? {blocks} : 3;"),
         ]
         for passes, blocks in ((1, 4), (1, 5), (1, 6), (2, 2), (2, 3), (2, 4), (4, 1), (4, 2))
     },

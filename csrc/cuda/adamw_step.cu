@@ -1,10 +1,10 @@
 // The AdamW / AMSGrad step: 28 bytes per parameter (36 with AMSGrad), 2 fewer for 16-bit gradients.
 //
-// A block of 256 threads updates 1024 elements of one tensor, four neighbours a thread, by 16-byte accesses
-// where the pointers allow. While its elements are under way, one thread forms the scalars of the tensor in
-// float64 (bias corrections, clip coefficient) from what lies on the device: nothing is read back, and a
-// replayed graph counts on. The last block of a tensor to finish advances its step counter, when all have
-// read it.
+// A block of 256 threads updates 2048 elements of one tensor, twice four neighbours a thread, by 16-byte
+// accesses where the pointers allow. While its elements are under way, one thread forms the scalars of the
+// tensor in float64 (bias corrections, clip coefficient) from what lies on the device: nothing is read back,
+// and a replayed graph counts on. The last block of a tensor to finish advances its step counter, when all
+// have read it.
 #include "device_support.cuh"
 #include "gradient_stats.h"
 #include "update_scalars.h"
@@ -56,9 +56,6 @@ __device__ __forceinline__ bool read_options(const StepSettings& settings, const
 struct BlockScalars {
   UpdateScalars scalars;
   bool skip;
-  // Kept here until the end: in registers, they would cost blocks under way.
-  int index;
-  unsigned arrived;
 };
 
 // Four elements of a thread.
@@ -140,44 +137,38 @@ struct Quad {
 
 template <typename Gradient, bool kAmsgrad>
 __device__ __forceinline__ void update_block(const OutOfPlaceTensor& tensor, long long first, bool in_place,
-                                             unsigned arrived, BlockScalars& shared) {
+                                             const BlockScalars& shared) {
   Quad<Gradient, kAmsgrad> quads[kStepPasses];
 #pragma unroll
   for (int i = 0; i < kStepPasses; ++i) {
     quads[i].load(tensor, first + i * kElementsPerPass, in_place || tensor.exp_avg != nullptr);
   }
-  if (threadIdx.x == 0) shared.arrived = arrived;
   __syncthreads();
   if (shared.skip && in_place) return;
-  const UpdateScalars scalars = shared.scalars;
 #pragma unroll
   for (int i = 0; i < kStepPasses; ++i) {
+    asm volatile("" : : : "memory");  // the scalars are read anew: kept, they would take ten registers
     quads[i].unpack();
-    if (!shared.skip) quads[i].update(scalars);
+    if (!shared.skip) quads[i].update(shared.scalars);
     quads[i].store(tensor, first + i * kElementsPerPass);
   }
 }
 
-// The last block of a tensor to have read its counter advances it. A block arrives as soon as it has read it,
-// and looks only at its end which one it was: to wait there for the answer would keep its place on the
-// multiprocessor idle for a sixth of its time.
-__device__ __forceinline__ unsigned arrive(const StepParameters<InPlaceTensor>& parameters, int index) {
-  return atomicAdd(&finished_blocks[parameters.slot + index], 1u) + 1u;
-}
-
-__device__ __forceinline__ void finish(const StepParameters<InPlaceTensor>& parameters,
-                                       const BlockScalars& shared) {
-  const InPlaceTensor& tensor = parameters.tensors[shared.index];
+// The end of a block's work in place: the last block of a tensor advances its counter, when all have read it.
+__device__ __forceinline__ void finish(const StepParameters<InPlaceTensor>& parameters, bool skip) {
+  if (threadIdx.x != 0) return;
+  // Searched for again: kept until here, it would cost the elements registers.
+  const int index = find_tensor(parameters.index, blockIdx.x);
+  const InPlaceTensor& tensor = parameters.tensors[index];
   const unsigned blocks =
       static_cast<unsigned>((tensor.shape.size + kElementsPerBlock - 1) / kElementsPerBlock);
-  if (threadIdx.x != 0 || shared.arrived != blocks) return;
-  finished_blocks[parameters.slot + shared.index] = 0;
-  if (!shared.skip) *tensor.step += 1.0f;
+  unsigned& finished = finished_blocks[parameters.slot + index];
+  if (atomicAdd(&finished, 1u) + 1u != blocks) return;
+  finished = 0;
+  if (!skip) *tensor.step += 1.0f;
 }
 
-__device__ __forceinline__ unsigned arrive(const StepParameters<OutOfPlaceTensor>&, int) { return 0; }
-
-__device__ __forceinline__ void finish(const StepParameters<OutOfPlaceTensor>&, const BlockScalars&) {}
+__device__ __forceinline__ void finish(const StepParameters<OutOfPlaceTensor>&, bool) {}
 
 // The first element of this thread.
 template <typename Tensor>
@@ -190,7 +181,6 @@ template <typename Tensor, bool kAmsgrad>
 __device__ __forceinline__ void step(const StepParameters<Tensor>& parameters) {
   __shared__ BlockScalars shared;
   int index = find_tensor(parameters.index, blockIdx.x);
-  unsigned arrived = 0;
   // Before this warp's loads, or the float64 values would take registers beside the elements; the seven other
   // warps do not wait for it to ask for theirs. (A prefetch for it gained nothing.)
   if (threadIdx.x == 0) {
@@ -201,8 +191,6 @@ __device__ __forceinline__ void step(const StepParameters<Tensor>& parameters) {
     StepOptions options;
     shared.skip = read_options(parameters.settings, parameters.groups[tensor.shape.group], options);
     shared.scalars = update_scalars(options, steps_done(tensor) + 1);
-    shared.index = index;
-    arrived = arrive(parameters, index);
   }
   asm volatile("" : "+r"(index));  // no address of an element is to be formed before, for the same reason
   const Tensor& tensor = parameters.tensors[index];
@@ -211,25 +199,24 @@ __device__ __forceinline__ void step(const StepParameters<Tensor>& parameters) {
   constexpr bool in_place = kInPlace<Tensor>;
   switch (tensor.shape.grad) {
     case kGradFloat16:
-      update_block<Half, kAmsgrad>(all, first, in_place, arrived, shared);
+      update_block<Half, kAmsgrad>(all, first, in_place, shared);
       break;
     case kGradBFloat16:
-      update_block<BFloat16, kAmsgrad>(all, first, in_place, arrived, shared);
+      update_block<BFloat16, kAmsgrad>(all, first, in_place, shared);
       break;
     default:
-      update_block<float, kAmsgrad>(all, first, in_place, arrived, shared);
+      update_block<float, kAmsgrad>(all, first, in_place, shared);
   }
-  finish(parameters, shared);
+  finish(parameters, shared.skip);
 }
 
-// How many blocks are to fit on a multiprocessor, which limits a thread's registers. Five on Hopper: 48
-// registers and 80 KB of loads under way. With AMSGrad four have as much under way, and 48 registers are not
-// enough; nor are they elsewhere, where the divisions in float64 take more.
-__device__ constexpr int blocks_per_processor(bool amsgrad) {
+// How many blocks are to fit on a multiprocessor, which limits a thread's registers: as many as have enough
+// of them. Four on Hopper have 128 KB of loads under way.
+__device__ constexpr int blocks_per_processor(bool in_place, bool amsgrad) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-  return amsgrad ? 4 : 5;
+  return in_place && !amsgrad ? 4 : 3;
 #else
-  return 4;
+  return amsgrad ? 2 : 3;
 #endif
 }
 
@@ -239,7 +226,8 @@ using namespace fused_adamw::cuda;
 
 // One variant a compilation: FUSED_ADAMW_TENSOR is InPlaceTensor or OutOfPlaceTensor, FUSED_ADAMW_AMSGRAD a
 // bool. A step needs one or two of the four, and each takes 0.2 s to compile.
-extern "C" __global__ void __launch_bounds__(kThreads, blocks_per_processor(FUSED_ADAMW_AMSGRAD))
+extern "C" __global__ void __launch_bounds__(kThreads, blocks_per_processor(kInPlace<FUSED_ADAMW_TENSOR>,
+                                                                            FUSED_ADAMW_AMSGRAD))
     adamw_step(const __grid_constant__ StepParameters<FUSED_ADAMW_TENSOR> parameters) {
   step<FUSED_ADAMW_TENSOR, FUSED_ADAMW_AMSGRAD>(parameters);
 }
