@@ -1,0 +1,210 @@
+"""The AdamW / AMSGrad step: 28 bytes per parameter (36 with AMSGrad), 2 fewer for 16-bit gradients.
+
+A program updates 1024 elements of one tensor, as a block of ``csrc/cuda/adamw_step.cu`` does. Its loads are
+under way while it forms the scalars of the tensor in float64 from what lies on the device. The last program
+of a tensor to finish advances its step counter, when all have read it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fused_adamw._C import CUDA_LAYOUT
+from fused_adamw.triton_kernels.formula import (
+    INFINITY_BITS,
+    adamw_update,
+    inverse_grad_scale,
+    update_scalars,
+)
+from fused_adamw.triton_kernels.parameters import (
+    SHAPE_GRAD,
+    SHAPE_GROUP,
+    SHAPE_SIZE,
+    SHAPE_VECTORISED,
+    GRAD_BFLOAT16,
+    GRAD_FLOAT16,
+    find_tensor,
+    gradient_to_float32,
+    load_flag,
+    load_float64,
+    load_int32,
+    load_int64,
+    load_pointer,
+    load_scalar,
+)
+
+BLOCK = tl.constexpr(CUDA_LAYOUT["kElementsPerBlock"])
+
+SETTINGS_GRAD_SCALE = tl.constexpr(CUDA_LAYOUT["StepSettings.grad_scale"])
+SETTINGS_FOUND_INF = tl.constexpr(CUDA_LAYOUT["StepSettings.found_inf"])
+SETTINGS_CLIP = tl.constexpr(CUDA_LAYOUT["StepSettings.clip"])
+SETTINGS_REPORT = tl.constexpr(CUDA_LAYOUT["StepSettings.report"])
+SETTINGS_MAX_NORM = tl.constexpr(CUDA_LAYOUT["StepSettings.max_norm"])
+SETTINGS_NORM_EPSILON = tl.constexpr(CUDA_LAYOUT["StepSettings.norm_epsilon"])
+
+GROUP_BYTES = tl.constexpr(CUDA_LAYOUT["GroupSettings"])
+GROUP_LR = tl.constexpr(CUDA_LAYOUT["GroupSettings.lr"])
+GROUP_BETA1 = tl.constexpr(CUDA_LAYOUT["GroupSettings.beta1"])
+GROUP_BETA2 = tl.constexpr(CUDA_LAYOUT["GroupSettings.beta2"])
+GROUP_WEIGHT_DECAY = tl.constexpr(CUDA_LAYOUT["GroupSettings.weight_decay"])
+GROUP_EPS = tl.constexpr(CUDA_LAYOUT["GroupSettings.eps"])
+GROUP_MAXIMIZE = tl.constexpr(CUDA_LAYOUT["GroupSettings.maximize"])
+
+
+
+def _both(name: str, in_place_name: str | None = None) -> tl.constexpr:
+    """An entry of the layout for a step out of place and for one in place: choose with ``[IN_PLACE]``."""
+    own = CUDA_LAYOUT[f"OutOfPlace{name}"], CUDA_LAYOUT[f"InPlace{in_place_name or name}"]
+    return tl.constexpr(own)
+
+
+CAPACITY = _both("Parameters.capacity")
+SETTINGS = _both("Parameters.settings")
+GROUPS = _both("Parameters.groups")
+TENSORS = _both("Parameters.tensors")
+SLOT = _both("Parameters.slot")
+FIRST_OF_RUN = _both("Parameters.index.first_of_run")
+FIRST = _both("Parameters.index.first")
+
+TENSOR_BYTES = _both("Tensor")
+SHAPE = _both("Tensor.shape")
+STEP = _both("Tensor.step")
+GRAD = _both("Tensor.grad")
+PARAM = _both("Tensor.param")
+EXP_AVG = _both("Tensor.exp_avg")
+EXP_AVG_SQ = _both("Tensor.exp_avg_sq")
+MAX_EXP_AVG_SQ = _both("Tensor.max_exp_avg_sq")
+NEW_PARAM = _both("Tensor.new_param", "Tensor.param")
+NEW_EXP_AVG = _both("Tensor.new_exp_avg", "Tensor.exp_avg")
+NEW_EXP_AVG_SQ = _both("Tensor.new_exp_avg_sq", "Tensor.exp_avg_sq")
+NEW_MAX_EXP_AVG_SQ = _both("Tensor.new_max_exp_avg_sq", "Tensor.max_exp_avg_sq")
+
+
+@triton.jit
+def _read_scalars(parameters, tensor, IN_PLACE: tl.constexpr):
+    """The scalars of a tensor's update, and whether nothing is to be updated."""
+    settings = parameters + SETTINGS[IN_PLACE]
+    group_index = tl.load((tensor + SHAPE[IN_PLACE] + SHAPE_GROUP).to(tl.pointer_type(tl.uint16)))
+    group = parameters + GROUPS[IN_PLACE] + group_index.to(tl.int32) * GROUP_BYTES
+    grad_scale = load_scalar(settings, SETTINGS_GRAD_SCALE)
+    inverse_scale = inverse_grad_scale(grad_scale)
+    infinity = tl.full((), INFINITY_BITS, tl.int32).to(tl.float32, bitcast=True)
+    # The host refuses such a scale where it can see it; the second comparison fails for a NaN, too.
+    skip = (load_scalar(settings, SETTINGS_FOUND_INF) != 0.0) | ((inverse_scale > 0.0) == 0)
+    skip |= (inverse_scale < infinity) == 0
+    max_norm = load_float64(settings, SETTINGS_MAX_NORM)
+    report = load_pointer(settings, SETTINGS_REPORT, tl.float32)
+    guarded = report.to(tl.int64) != 0
+    max_norm = tl.where(guarded, max_norm, -1.0)
+    skip |= tl.load(report + 2, mask=guarded, other=0.0) != 0.0
+    if IN_PLACE:
+        done = tl.load(load_pointer(tensor, STEP[IN_PLACE], tl.float32)).to(tl.int64)
+    else:
+        done = load_scalar(tensor, STEP[IN_PLACE]).to(tl.int64)
+    scalars = update_scalars(
+        load_scalar(group, GROUP_LR),
+        load_scalar(group, GROUP_BETA1),
+        load_scalar(group, GROUP_BETA2),
+        load_float64(group, GROUP_WEIGHT_DECAY),
+        load_float64(group, GROUP_EPS),
+        grad_scale,
+        load_flag(group, GROUP_MAXIMIZE),
+        done + 1,
+        load_float64(settings, SETTINGS_CLIP),
+        tl.load(report, mask=guarded, other=0.0),
+        tl.load(report + 1, mask=guarded, other=0.0),
+        max_norm,
+        load_float64(settings, SETTINGS_NORM_EPSILON),
+    )
+    return scalars, skip
+
+
+@triton.jit
+def _elements(tensor, start, OFFSET: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Pointers to 1024 elements of a member from ``start`` on, which lies at a multiple of so many bytes."""
+    first = load_pointer(tensor, OFFSET, TYPE) + start
+    return tl.multiple_of(first, ALIGNMENT) + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _update_block(
+    parameters, tensor, start, size, IN_PLACE: tl.constexpr, AMSGRAD: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Updates elements from ``start`` on; tells whether the update was skipped.
+
+    ``WHOLE``: all 1024 are there, and their addresses allow accesses of 16 bytes (8 for 16-bit gradients).
+    Every mask is then the same for all of them, which keeps those accesses whole.
+    """
+    ALIGNMENT: tl.constexpr = 16 if WHOLE else 4
+    HALF_ALIGNMENT: tl.constexpr = 8 if WHOLE else 2
+    lanes = tl.arange(0, BLOCK)
+    inside = tl.full((BLOCK,), True, tl.int1) if WHOLE else lanes < tl.minimum(size - start, BLOCK).to(tl.int32)
+    # Null moments are zeros.
+    state = inside if IN_PLACE else inside & (load_int64(tensor, EXP_AVG[IN_PLACE]) != 0)
+    code = tl.load(tensor + SHAPE[IN_PLACE] + SHAPE_GRAD)
+    half = (code == GRAD_FLOAT16) | (code == GRAD_BFLOAT16)
+
+    param_pointers = _elements(tensor, start, PARAM[IN_PLACE], tl.float32, ALIGNMENT)
+    grad_pointers = _elements(tensor, start, GRAD[IN_PLACE], tl.float32, ALIGNMENT)
+    half_pointers = _elements(tensor, start, GRAD[IN_PLACE], tl.int16, HALF_ALIGNMENT)
+    exp_avg_pointers = _elements(tensor, start, EXP_AVG[IN_PLACE], tl.float32, ALIGNMENT)
+    exp_avg_sq_pointers = _elements(tensor, start, EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
+    param = tl.load(param_pointers, mask=inside, other=0.0)
+    # Both widths without a branch, so that no conversion waits for its load before the scalars are formed.
+    grad = tl.load(grad_pointers, mask=inside & (half == 0), other=0.0)
+    half_grad = tl.load(half_pointers, mask=inside & half, other=0)
+    exp_avg = tl.load(exp_avg_pointers, mask=state, other=0.0)
+    exp_avg_sq = tl.load(exp_avg_sq_pointers, mask=state, other=0.0)
+    maximum = exp_avg_sq
+    if AMSGRAD:
+        maximum_pointers = _elements(tensor, start, MAX_EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
+        maximum = tl.load(maximum_pointers, mask=state, other=0.0)
+
+    scalars, skip = _read_scalars(parameters, tensor, IN_PLACE)
+    if skip == 0:
+        grad = gradient_to_float32(code, grad, half_grad)
+        param, exp_avg, exp_avg_sq, maximum = adamw_update(
+            param, grad, exp_avg, exp_avg_sq, maximum, scalars, AMSGRAD
+        )
+
+    if (not IN_PLACE) or skip == 0:
+        param_pointers = _elements(tensor, start, NEW_PARAM[IN_PLACE], tl.float32, ALIGNMENT)
+        exp_avg_pointers = _elements(tensor, start, NEW_EXP_AVG[IN_PLACE], tl.float32, ALIGNMENT)
+        exp_avg_sq_pointers = _elements(tensor, start, NEW_EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
+        tl.store(param_pointers, param, mask=inside)
+        tl.store(exp_avg_pointers, exp_avg, mask=inside)
+        tl.store(exp_avg_sq_pointers, exp_avg_sq, mask=inside)
+        if AMSGRAD:
+            maximum_pointers = _elements(tensor, start, NEW_MAX_EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
+            tl.store(maximum_pointers, maximum, mask=inside)
+    return skip
+
+
+@triton.jit
+def adamw_step(parameters, finished_blocks, IN_PLACE: tl.constexpr, AMSGRAD: tl.constexpr):
+    """Grid: one program per 1024 elements of each tensor of ``StepParameters``."""
+    index, block = find_tensor(
+        parameters,
+        tl.program_id(0),
+        FIRST_OF_RUN[IN_PLACE],
+        FIRST[IN_PLACE],
+        CAPACITY[IN_PLACE],
+    )
+    tensor = parameters + TENSORS[IN_PLACE] + index * TENSOR_BYTES[IN_PLACE]
+    size = load_int64(tensor + SHAPE[IN_PLACE], SHAPE_SIZE)
+    start = block.to(tl.int64) * BLOCK
+    if load_flag(tensor + SHAPE[IN_PLACE], SHAPE_VECTORISED) & (start + BLOCK <= size):
+        skip = _update_block(parameters, tensor, start, size, IN_PLACE, AMSGRAD, True)
+    else:
+        skip = _update_block(parameters, tensor, start, size, IN_PLACE, AMSGRAD, False)
+    if IN_PLACE:
+        # Every thread has read the counter. The atomic orders nothing else: the elements are not read again.
+        tl.debug_barrier()
+        counter = finished_blocks + load_int32(parameters, SLOT[IN_PLACE]) + index
+        blocks = ((size + (BLOCK - 1)) // BLOCK).to(tl.int32)
+        if tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") + 1 == blocks:
+            tl.store(counter, 0)
+            if skip == 0:
+                step = load_pointer(tensor, STEP[IN_PLACE], tl.float32)
+                tl.store(step, tl.load(step) + 1.0)
