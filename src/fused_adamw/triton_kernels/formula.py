@@ -23,16 +23,10 @@ def inverse_grad_scale(grad_scale):
 
 
 @triton.jit
-def bits_or(a, b):
-    """For reductions that find the one value that is not 0."""
-    return a | b
-
-
-@triton.jit
 def pick(values, lane: tl.constexpr):
     """One of 32 float32 values, as a scalar."""
     chosen = tl.where(tl.arange(0, 32) == lane, values.to(tl.int32, bitcast=True), 0)
-    return tl.reduce(chosen, 0, bits_or).to(tl.float32, bitcast=True)
+    return tl.sum(chosen, axis=0).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -25,7 +25,6 @@ from fused_adamw.triton_kernels.parameters import (
     load_int64,
     load_pointer,
     load_scalar,
-    plus,
 )
 
 LANES = tl.constexpr(CUDA_LAYOUT["kLanes"])
@@ -54,18 +53,12 @@ MERGE_SLOT = tl.constexpr(CUDA_LAYOUT["RowsToMerge.slot"])
 
 
 @triton.jit
-def greater(a, b):
-    """For reductions: the greater of two integers."""
-    return tl.where(a > b, a, b)
-
-
-@triton.jit
 def tree_sum(lanes):
     """The sum of 1024 float64 lanes by a binary tree over neighbours."""
     WIDTHS: tl.constexpr = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
     for i in tl.static_range(10):
-        lanes = tl.reduce(tl.reshape(lanes, (WIDTHS[i], 2)), 1, plus)
-    return tl.reduce(lanes, 0, plus)
+        lanes = tl.sum(tl.reshape(lanes, (WIDTHS[i], 2)), axis=1)
+    return tl.sum(lanes, axis=0)
 
 
 @triton.jit
@@ -97,7 +90,7 @@ def _add_values(squares, max_bits, nonfinite, values, inside):
     finite = bits < INFINITY_BITS
     bits = tl.where(finite, bits, 0)
     magnitude = bits.to(tl.float32, bitcast=True).to(tl.float64)
-    return squares + magnitude * magnitude, greater(bits, max_bits), nonfinite | (finite == 0).to(tl.int32)
+    return squares + magnitude * magnitude, tl.maximum(bits, max_bits), nonfinite | (finite == 0).to(tl.int32)
 
 
 @triton.jit
@@ -128,7 +121,7 @@ def _sum_row(address, first, count, vectorised, inverse_scale, CODE: tl.constexp
 @triton.jit
 def _reduce(squares, max_bits, nonfinite):
     """Lanes into three scalars."""
-    return tree_sum(squares), tl.reduce(max_bits, 0, greater), tl.reduce(nonfinite, 0, greater)
+    return tree_sum(squares), tl.max(max_bits, axis=0), tl.max(nonfinite, axis=0)
 
 
 @triton.jit

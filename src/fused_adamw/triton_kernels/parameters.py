@@ -80,12 +80,6 @@ def load_scalar(struct, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def plus(a, b):
-    """For reductions whose order does not matter."""
-    return a + b
-
-
-@triton.jit
 def find_tensor(
     parameters, block, FIRST_OF_RUN: tl.constexpr, FIRST: tl.constexpr, CAPACITY: tl.constexpr
 ):
@@ -101,9 +95,9 @@ def find_tensor(
     for base in tl.static_range(0, CAPACITY // INDEX_RUN, INDEX_RUN):
         inside = base + lanes < CAPACITY // INDEX_RUN
         begun = inside & (tl.load(runs + base + lanes, mask=inside, other=0) <= block)
-        run += tl.reduce(begun.to(tl.int32), 0, plus)
+        run += tl.sum(begun.to(tl.int32), axis=0)
     begun = tl.load(first + run * INDEX_RUN + lanes) <= block
-    tensor = run * INDEX_RUN - 1 + tl.reduce(begun.to(tl.int32), 0, plus)
+    tensor = run * INDEX_RUN - 1 + tl.sum(begun.to(tl.int32), axis=0)
     return tensor, (block - tl.load(first + tensor)).to(tl.int32)
 
 
