@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime import interpreter
 
 import fused_adamw.triton_kernels
 from fused_adamw import _C
@@ -38,16 +37,18 @@ class Interpreter:
         self.finished_blocks = torch.zeros(COUNTERS, dtype=torch.int32)
         self.launches: list[tuple[str, int]] = []
 
-    def run(self, recorder: _C.CudaRecorder, **variant: bool) -> None:
-        """Runs what was recorded; ``variant`` are the compile-time arguments of the step."""
+    def run(self, recorder: _C.CudaRecorder, programs: Sequence[int] | None = None, **variant: bool) -> None:
+        """Runs what was recorded; ``variant`` are the compile-time arguments of the step.
+
+        ``programs``: which programs of each launch run, in this order; all in ascending order by default.
+        """
         for kernel, blocks, parameters in recorder.launches:
+            order = range(blocks) if programs is None else programs
             self.launches.append((kernel, blocks))
             module = self._modules["adamw_step" if kernel == "adamw_step" else "gradient_stats"]
             struct = torch.frombuffer(bytearray(parameters), dtype=torch.uint8)
-            with _interpreted_library(), np.errstate(all="ignore"), warnings.catch_warnings():
-                # NumPy's casts between floats warn of infinities beside errstate.
-                warnings.simplefilter("ignore", RuntimeWarning)
-                getattr(module, kernel)[(blocks,)](struct, self.finished_blocks, **variant)
+            with _interpreted_library(), _grid(blocks, order), np.errstate(all="ignore"):
+                getattr(module, kernel)[(len(order),)](struct, self.finished_blocks, **variant)
             assert not self.finished_blocks.any(), "a launch left a counter of finished programs behind"
 
     @contextlib.contextmanager
@@ -81,7 +82,7 @@ class Interpreter:
 
 
 def _interpreted_modules() -> dict[str, ModuleType]:
-    """The kernels' modules once more, decorated for the interpreter; the ordinary ones stay where they are."""
+    """The kernels' modules once more, decorated for the interpreter; the ordinary ones stay in place."""
     package = fused_adamw.triton_kernels
     ordinary = {name: sys.modules.pop(f"{PACKAGE}.{name}", None) for name in MODULES}
     attributes = {name: getattr(package, name) for name in MODULES if hasattr(package, name)}
@@ -104,14 +105,44 @@ def _interpreted_modules() -> dict[str, ModuleType]:
 
 
 @contextlib.contextmanager
-def _interpreted_library() -> Iterator[None]:
-    """Inside, those functions of Triton's language that are kernels' code can be interpreted."""
-    compiled = {name: f for name, f in vars(tl).items() if isinstance(f, triton.JITFunction)}
+def _grid(blocks: int, order: Sequence[int]) -> Iterator[None]:
+    """Inside, a launch of ``len(order)`` programs is of these programs among so many blocks."""
+    builder = interpreter.interpreter_builder
+    set_dim, set_idx = builder.set_grid_dim, builder.set_grid_idx
+    builder.set_grid_dim = lambda *_: set_dim(blocks, 1, 1)
+    builder.set_grid_idx = lambda x, *_: set_idx(order[x], 0, 0)
     try:
-        for name, function in compiled.items():
-            setattr(tl, name, InterpretedFunction(function.fn))
         yield
     finally:
+        del builder.set_grid_dim, builder.set_grid_idx
+
+
+@contextlib.contextmanager
+def _interpreted_library() -> Iterator[None]:
+    """Inside, Triton's language is the interpreter's.
+
+    Its functions that are kernels' code can be interpreted, too. The interpreter would patch the language in
+    each call of a function, which takes most of its time, and put only the last patch back.
+    """
+    patch = interpreter._patch_lang
+    patches: dict[int, Any] = {}
+
+    def patch_once(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module not in patches:
+            patches[module] = patch(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    compiled = {name: f for name, f in vars(tl).items() if isinstance(f, triton.JITFunction)}
+    interpreter._patch_lang = patch_once
+    try:
+        for name, function in compiled.items():
+            setattr(tl, name, interpreter.InterpretedFunction(function.fn))
+        yield
+    finally:
+        for own in reversed(patches.values()):
+            own.restore()
+        interpreter._patch_lang = patch
         for name, function in compiled.items():
             setattr(tl, name, function)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from fused_adamw.errors import CompilerError as CompilerError
 
-
 # What the bits depend on: no contraction; division, square roots and subnormals as IEEE has them (the
 # default, written down so that no other default can change them).
 OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")

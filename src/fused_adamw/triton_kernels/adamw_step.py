@@ -18,14 +18,15 @@ from fused_adamw.triton_kernels.formula import (
     update_scalars,
 )
 from fused_adamw.triton_kernels.parameters import (
+    GRAD_BFLOAT16,
+    GRAD_FLOAT16,
     SHAPE_GRAD,
     SHAPE_GROUP,
     SHAPE_SIZE,
     SHAPE_VECTORISED,
-    GRAD_BFLOAT16,
-    GRAD_FLOAT16,
+    bfloat16_to_float32,
     find_tensor,
-    gradient_to_float32,
+    half_to_float32,
     load_flag,
     load_float64,
     load_int32,
@@ -50,7 +51,6 @@ GROUP_BETA2 = tl.constexpr(CUDA_LAYOUT["GroupSettings.beta2"])
 GROUP_WEIGHT_DECAY = tl.constexpr(CUDA_LAYOUT["GroupSettings.weight_decay"])
 GROUP_EPS = tl.constexpr(CUDA_LAYOUT["GroupSettings.eps"])
 GROUP_MAXIMIZE = tl.constexpr(CUDA_LAYOUT["GroupSettings.maximize"])
-
 
 
 def _both(name: str, in_place_name: str | None = None) -> tl.constexpr:
@@ -139,7 +139,10 @@ def _update_block(
     ALIGNMENT: tl.constexpr = 16 if WHOLE else 4
     HALF_ALIGNMENT: tl.constexpr = 8 if WHOLE else 2
     lanes = tl.arange(0, BLOCK)
-    inside = tl.full((BLOCK,), True, tl.int1) if WHOLE else lanes < tl.minimum(size - start, BLOCK).to(tl.int32)
+    if WHOLE:
+        inside = tl.full((BLOCK,), True, tl.int1)
+    else:
+        inside = lanes < tl.minimum(size - start, BLOCK).to(tl.int32)
     # Null moments are zeros.
     state = inside if IN_PLACE else inside & (load_int64(tensor, EXP_AVG[IN_PLACE]) != 0)
     code = tl.load(tensor + SHAPE[IN_PLACE] + SHAPE_GRAD)
@@ -163,7 +166,8 @@ def _update_block(
 
     scalars, skip = _read_scalars(parameters, tensor, IN_PLACE)
     if skip == 0:
-        grad = gradient_to_float32(code, grad, half_grad)
+        grad = tl.where(code == GRAD_FLOAT16, half_to_float32(half_grad), grad)
+        grad = tl.where(code == GRAD_BFLOAT16, bfloat16_to_float32(half_grad), grad)
         param, exp_avg, exp_avg_sq, maximum = adamw_update(
             param, grad, exp_avg, exp_avg_sq, maximum, scalars, AMSGRAD
         )

@@ -31,7 +31,19 @@ def pick(values, lane: tl.constexpr):
 
 @triton.jit
 def update_scalars(
-    lr, beta1, beta2, weight_decay, eps, grad_scale, maximize, t, clip, max_abs, scaled_squares, max_norm, epsilon
+    lr,
+    beta1,
+    beta2,
+    weight_decay,
+    eps,
+    grad_scale,
+    maximize,
+    t,
+    clip,
+    max_abs,
+    scaled_squares,
+    max_norm,
+    epsilon,
 ):
     """The float32 scalars of update number ``t``, from float64 options: ``UpdateScalars`` in its order.
 

@@ -19,7 +19,9 @@ from fused_adamw.triton_kernels.parameters import (
     SHAPE_GRAD,
     SHAPE_SIZE,
     SHAPE_VECTORISED,
+    bfloat16_to_float32,
     find_tensor,
+    half_to_float32,
     load_flag,
     load_int32,
     load_int64,
@@ -72,14 +74,15 @@ def store_row(rows, index, squares, max_bits, nonfinite):
 
 
 @triton.jit
-def to_float32(bits, CODE: tl.constexpr):
-    """Gradients of a type from their bits in int32 or int16. Exact, subnormal numbers too."""
+def _to_float32(bits, CODE: tl.constexpr):
+    """Gradients of a type from their bits in int32 or int16."""
     if CODE == GRAD_FLOAT16:
-        return bits.to(tl.float16, bitcast=True).to(tl.float32)
+        values = half_to_float32(bits)
     elif CODE == GRAD_BFLOAT16:
-        return (bits.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        values = bfloat16_to_float32(bits)
     else:
-        return bits.to(tl.float32, bitcast=True)
+        values = bits.to(tl.float32, bitcast=True)
+    return values
 
 
 @triton.jit
@@ -97,7 +100,7 @@ def _add_values(squares, max_bits, nonfinite, values, inside):
 def _sum_row(address, first, count, vectorised, inverse_scale, CODE: tl.constexpr):
     """Lane sums, lane maxima and whether any is not finite, of one row's elements."""
     lanes = tl.arange(0, LANES)
-    BYTES: tl.constexpr = 2 if CODE == GRAD_FLOAT16 or CODE == GRAD_BFLOAT16 else 4
+    BYTES: tl.constexpr = 4 if CODE == GRAD_FLOAT32 else 2
     TYPE: tl.constexpr = tl.int16 if BYTES == 2 else tl.int32
     squares = tl.full((LANES,), 0.0, tl.float64)
     max_bits = tl.full((LANES,), 0, tl.uint32)
@@ -107,14 +110,17 @@ def _sum_row(address, first, count, vectorised, inverse_scale, CODE: tl.constexp
         aligned = tl.multiple_of(address.to(tl.pointer_type(TYPE)) + first, 4 * BYTES)
         for start in tl.range(0, ELEMENTS_PER_ROW, LANES * IN_FLIGHT, loop_unroll_factor=1):
             for i in tl.static_range(IN_FLIGHT):
-                values = to_float32(tl.load(aligned + start + i * LANES + lanes), CODE) * inverse_scale
+                values = _to_float32(tl.load(aligned + start + i * LANES + lanes), CODE) * inverse_scale
                 squares, max_bits, nonfinite = _add_values(squares, max_bits, nonfinite, values, True)
     else:
         row = address.to(tl.pointer_type(TYPE)) + first
-        for start in tl.range(0, count.to(tl.int32), LANES):
-            inside = start + lanes < count
-            values = to_float32(tl.load(row + start + lanes, mask=inside, other=0), CODE) * inverse_scale
+        remaining = count.to(tl.int32)
+        while remaining > 0:
+            inside = lanes < remaining
+            values = _to_float32(tl.load(row + lanes, mask=inside, other=0), CODE) * inverse_scale
             squares, max_bits, nonfinite = _add_values(squares, max_bits, nonfinite, values, inside)
+            row += LANES
+            remaining -= LANES
     return squares, max_bits, nonfinite
 
 

@@ -80,9 +80,7 @@ def load_scalar(struct, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def find_tensor(
-    parameters, block, FIRST_OF_RUN: tl.constexpr, FIRST: tl.constexpr, CAPACITY: tl.constexpr
-):
+def find_tensor(parameters, block, FIRST_OF_RUN: tl.constexpr, FIRST: tl.constexpr, CAPACITY: tl.constexpr):
     """The last tensor that begins at or before a block, and that block's number in the tensor: int32.
 
     Two scans of 32 entries, as in ``device_support.cuh``: a warp counts each without a barrier.
@@ -102,12 +100,12 @@ def find_tensor(
 
 
 @triton.jit
-def gradient_to_float32(code, single, half):
-    """Gradients that were read as float32 bits and as 16-bit ones: those that the code means, in float32.
+def half_to_float32(bits):
+    """float16 numbers from their bits in int16. Exact, subnormal numbers too."""
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
-    Exact, subnormal numbers too.
-    """
-    from_half = half.to(tl.float16, bitcast=True).to(tl.float32)
-    from_bfloat16 = (half.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    wide = tl.where(code == GRAD_FLOAT16, from_half, single)
-    return tl.where(code == GRAD_BFLOAT16, from_bfloat16, wide)
+
+@triton.jit
+def bfloat16_to_float32(bits):
+    """bfloat16 numbers from their bits in int16. Exact."""
+    return (bits.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
