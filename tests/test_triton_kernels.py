@@ -355,16 +355,6 @@ def test_a_bad_scale_marks_only_elements_that_are_there(
     assert_same_bits(found, analyze(grads, **options))
 
 
-def test_many_gradients_take_several_launches(interpreter: Interpreter) -> None:
-    capacity = _C.CUDA_LAYOUT["AnalyzeParameters.capacity"]
-    grads = [torch.full((1,), float(i)) for i in range(capacity + 3)]
-    launches = len(interpreter.launches)
-    with interpreter.ops():
-        found = analyze(grads)
-    assert_same_bits(found, analyze(grads))
-    assert [blocks for _, blocks in interpreter.launches[launches:]] == [capacity, 3]
-
-
 def random_rows(count: int) -> Tensor:
     generator = torch.Generator().manual_seed(count)
     max_abs = torch.exp2(torch.rand(count, generator=generator) * 60 - 30)
@@ -427,28 +417,28 @@ def test_one_stage_of_merging(interpreter: Interpreter, count: int) -> None:
 
 @pytest.mark.parametrize("hierarchical", [True, False])
 def test_analysis_and_report_at_once(interpreter: Interpreter, hierarchical: bool) -> None:
-    """More rows than one group, so that programs of the analysis merge groups, and one the groups."""
-    grads = [normal_sample(5, seed=i).grad for i in range(1030)] + [wide_sample(40000).grad.nan_to_num(0.0)]
+    """Hierarchical: in two launches, whose programs merge two groups of rows, and one of them the groups."""
+    number = _C.CUDA_LAYOUT["AnalyzeParameters.capacity"] + 1 if hierarchical else 20
+    grads = [wide_sample(40000).grad.nan_to_num(0.0)]
+    grads += [normal_sample(1 + i % 4, seed=i).grad for i in range(1, number)]
     lists = [grads, grads, grads, grads, [], [torch.zeros(()) for _ in grads]]
-    count = 1033
-    stats = [
-        [
-            torch.full((count, 3), math.nan),
-            torch.full((6 * hierarchical,), math.nan),
-            torch.full((3,), math.nan),
-        ]
-        for _ in range(2)
-    ]
+    count = number + 2
+    shapes = ((count, 3), (6 if hierarchical else 0,), (3,))
+    found, expected = ([torch.full(shape, math.nan) for shape in shapes] for _ in range(2))
 
     def run(rows: Tensor, scratch: Tensor, report: Tensor) -> None:
         table = _C.TensorTable("test", lists, [False] * 6)
-        own = _C.TensorTable("test", [[rows], [scratch], [report]], [True] * 3)
-        library.backend(torch.device("cpu")).analyze_and_merge([table], own, NO_AMP, hierarchical)
+        stats = _C.TensorTable("test", [[rows], [scratch], [report]], [True] * 3)
+        library.backend(torch.device("cpu")).analyze_and_merge([table], stats, NO_AMP, hierarchical)
 
+    launches = len(interpreter.launches)
     with interpreter.ops():
-        run(*stats[0])
-    run(*stats[1])
-    assert_same_lists([stats[0]], [stats[1]])
+        run(*found)
+    run(*expected)
+    assert_same_lists([found], [expected])
+    second = ("analyze_gradients", 1) if hierarchical else ("merge_all_rows_serially", 1)
+    first = ("analyze_gradients", count - 1 if hierarchical else count)
+    assert interpreter.launches[launches:] == [first, second]
 
 
 # Machine code.
@@ -544,9 +534,16 @@ def test_rows_of_other_programs_are_read_after_they_were_written(architecture: i
     assert count(r"ld\.global\.cg\.b32", ptx) > 0
 
 
-def test_an_unknown_architecture_is_an_error() -> None:
-    with pytest.raises(errors.CompilerError, match="Triton could not compile merge_rows for sm_20"):
-        compiler.compile_to_cubin("merge_rows", 20)
+@pytest.mark.parametrize("architecture", [20, 60, 130])
+def test_an_unknown_architecture_is_an_error(architecture: int) -> None:
+    with pytest.raises(errors.CompilerError, match=rf"has no code for sm_{architecture}"):
+        compiler.compile_to_cubin("merge_rows", architecture)
+
+
+def test_a_refused_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compiler._OPTIONS, "num_ctas", 3)
+    with pytest.raises(errors.CompilerError, match="Triton could not compile merge_rows for sm_80"):
+        compiler.compile_to_cubin("merge_rows", 80)
 
 
 @pytest.mark.parametrize(

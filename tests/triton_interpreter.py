@@ -30,7 +30,7 @@ COUNTERS = 4096
 
 
 class Interpreter:
-    """Runs recorded launches; ``finished_blocks`` must hold zeros between them."""
+    """Runs recorded launches; ``finished_blocks`` must hold zeros between calls."""
 
     def __init__(self) -> None:
         self._modules = _interpreted_modules()
@@ -49,7 +49,7 @@ class Interpreter:
             struct = torch.frombuffer(bytearray(parameters), dtype=torch.uint8)
             with _interpreted_library(), _grid(blocks, order), np.errstate(all="ignore"):
                 getattr(module, kernel)[(len(order),)](struct, self.finished_blocks, **variant)
-            assert not self.finished_blocks.any(), "a launch left a counter of finished programs behind"
+        assert not self.finished_blocks.any(), "counters of finished programs were left behind"
 
     @contextlib.contextmanager
     def ops(self) -> Iterator[None]:

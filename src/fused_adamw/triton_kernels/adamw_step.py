@@ -1,8 +1,9 @@
 """The AdamW / AMSGrad step: 28 bytes per parameter (36 with AMSGrad), 2 fewer for 16-bit gradients.
 
-A program updates 1024 elements of one tensor, as a block of ``csrc/cuda/adamw_step.cu`` does. Its loads are
-under way while it forms the scalars of the tensor in float64 from what lies on the device. The last program
-of a tensor to finish advances its step counter, when all have read it.
+A program updates 1024 elements of one tensor, as a block of ``csrc/cuda/adamw_step.cu`` does. It first forms
+the scalars of the tensor in float64 from what lies on the device: elements that were under way meanwhile
+would take 74 registers instead of 48, and so programs from a multiprocessor. The last program of a tensor to
+finish advances its step counter, when all have read it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from fused_adamw._C import CUDA_LAYOUT
 from fused_adamw.triton_kernels.formula import (
     INFINITY_BITS,
     adamw_update,
+    complement,
+    decay_factor,
     inverse_grad_scale,
-    update_scalars,
+    lane_values,
+    quotients,
 )
 from fused_adamw.triton_kernels.parameters import (
     GRAD_BFLOAT16,
@@ -83,41 +87,48 @@ NEW_MAX_EXP_AVG_SQ = _both("Tensor.new_max_exp_avg_sq", "Tensor.max_exp_avg_sq")
 
 @triton.jit
 def _read_scalars(parameters, tensor, IN_PLACE: tl.constexpr):
-    """The scalars of a tensor's update, and whether nothing is to be updated."""
+    """The scalars of a tensor's update, and whether nothing is to be updated.
+
+    Each option becomes float32 as soon as it is read: float64 values kept for later would cost registers.
+    """
     settings = parameters + SETTINGS[IN_PLACE]
     group_index = tl.load((tensor + SHAPE[IN_PLACE] + SHAPE_GROUP).to(tl.pointer_type(tl.uint16)))
     group = parameters + GROUPS[IN_PLACE] + group_index.to(tl.int32) * GROUP_BYTES
-    grad_scale = load_scalar(settings, SETTINGS_GRAD_SCALE)
-    inverse_scale = inverse_grad_scale(grad_scale)
+
+    inverse_scale = inverse_grad_scale(load_scalar(settings, SETTINGS_GRAD_SCALE))
     infinity = tl.full((), INFINITY_BITS, tl.int32).to(tl.float32, bitcast=True)
-    # The host refuses such a scale where it can see it; the second comparison fails for a NaN, too.
-    skip = (load_scalar(settings, SETTINGS_FOUND_INF) != 0.0) | ((inverse_scale > 0.0) == 0)
-    skip |= (inverse_scale < infinity) == 0
-    max_norm = load_float64(settings, SETTINGS_MAX_NORM)
+    # The host refuses such a scale where it can see it; both comparisons fail for a NaN.
+    skip = ((inverse_scale > 0.0) & (inverse_scale < infinity)) == 0
+    inverse_scale = tl.where(load_flag(group, GROUP_MAXIMIZE), -inverse_scale, inverse_scale)
+    skip |= load_scalar(settings, SETTINGS_FOUND_INF) != 0.0
     report = load_pointer(settings, SETTINGS_REPORT, tl.float32)
     guarded = report.to(tl.int64) != 0
-    max_norm = tl.where(guarded, max_norm, -1.0)
     skip |= tl.load(report + 2, mask=guarded, other=0.0) != 0.0
     if IN_PLACE:
         done = tl.load(load_pointer(tensor, STEP[IN_PLACE], tl.float32)).to(tl.int64)
     else:
         done = load_scalar(tensor, STEP[IN_PLACE]).to(tl.int64)
-    scalars = update_scalars(
-        load_scalar(group, GROUP_LR),
-        load_scalar(group, GROUP_BETA1),
-        load_scalar(group, GROUP_BETA2),
-        load_float64(group, GROUP_WEIGHT_DECAY),
-        load_float64(group, GROUP_EPS),
-        grad_scale,
-        load_flag(group, GROUP_MAXIMIZE),
+
+    lr = load_scalar(group, GROUP_LR)
+    decay = decay_factor(lr, load_float64(group, GROUP_WEIGHT_DECAY))
+    beta1 = load_scalar(group, GROUP_BETA1)
+    beta1_complement = complement(beta1)
+    beta2 = load_scalar(group, GROUP_BETA2)
+    beta2_complement = complement(beta2)
+    max_norm = tl.where(guarded, load_float64(settings, SETTINGS_MAX_NORM), -1.0)
+    corrections = quotients(
+        lane_values(lr, 1.0, max_norm),
+        lane_values(beta1, beta2, beta2),
         done + 1,
-        load_float64(settings, SETTINGS_CLIP),
         tl.load(report, mask=guarded, other=0.0),
         tl.load(report + 1, mask=guarded, other=0.0),
         max_norm,
         load_float64(settings, SETTINGS_NORM_EPSILON),
+        load_float64(settings, SETTINGS_CLIP),
     )
-    return scalars, skip
+    eps = load_float64(group, GROUP_EPS).to(tl.float32)
+    beta2 = beta2.to(tl.float32)
+    return (inverse_scale, decay, beta1_complement, beta2, beta2_complement, eps, corrections), skip
 
 
 @triton.jit
@@ -129,9 +140,16 @@ def _elements(tensor, start, OFFSET: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT
 
 @triton.jit
 def _update_block(
-    parameters, tensor, start, size, IN_PLACE: tl.constexpr, AMSGRAD: tl.constexpr, WHOLE: tl.constexpr
+    scalars,
+    skip,
+    tensor,
+    start,
+    size,
+    IN_PLACE: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Updates elements from ``start`` on; tells whether the update was skipped.
+    """Updates elements from ``start`` on; in place, a skipped update writes nothing.
 
     ``WHOLE``: all 1024 are there, and their addresses allow accesses of 16 bytes (8 for 16-bit gradients).
     Every mask is then the same for all of them, which keeps those accesses whole.
@@ -154,7 +172,7 @@ def _update_block(
     exp_avg_pointers = _elements(tensor, start, EXP_AVG[IN_PLACE], tl.float32, ALIGNMENT)
     exp_avg_sq_pointers = _elements(tensor, start, EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
     param = tl.load(param_pointers, mask=inside, other=0.0)
-    # Both widths without a branch, so that no conversion waits for its load before the scalars are formed.
+    # Both widths without a branch: no conversion waits for its load before the other loads are under way.
     grad = tl.load(grad_pointers, mask=inside & (half == 0), other=0.0)
     half_grad = tl.load(half_pointers, mask=inside & half, other=0)
     exp_avg = tl.load(exp_avg_pointers, mask=state, other=0.0)
@@ -164,7 +182,6 @@ def _update_block(
         maximum_pointers = _elements(tensor, start, MAX_EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
         maximum = tl.load(maximum_pointers, mask=state, other=0.0)
 
-    scalars, skip = _read_scalars(parameters, tensor, IN_PLACE)
     if skip == 0:
         grad = tl.where(code == GRAD_FLOAT16, half_to_float32(half_grad), grad)
         grad = tl.where(code == GRAD_BFLOAT16, bfloat16_to_float32(half_grad), grad)
@@ -182,7 +199,6 @@ def _update_block(
         if AMSGRAD:
             maximum_pointers = _elements(tensor, start, NEW_MAX_EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
             tl.store(maximum_pointers, maximum, mask=inside)
-    return skip
 
 
 @triton.jit
@@ -197,11 +213,12 @@ def adamw_step(parameters, finished_blocks, IN_PLACE: tl.constexpr, AMSGRAD: tl.
     )
     tensor = parameters + TENSORS[IN_PLACE] + index * TENSOR_BYTES[IN_PLACE]
     size = load_int64(tensor + SHAPE[IN_PLACE], SHAPE_SIZE)
+    scalars, skip = _read_scalars(parameters, tensor, IN_PLACE)
     start = block.to(tl.int64) * BLOCK
     if load_flag(tensor + SHAPE[IN_PLACE], SHAPE_VECTORISED) & (start + BLOCK <= size):
-        skip = _update_block(parameters, tensor, start, size, IN_PLACE, AMSGRAD, True)
+        _update_block(scalars, skip, tensor, start, size, IN_PLACE, AMSGRAD, True)
     else:
-        skip = _update_block(parameters, tensor, start, size, IN_PLACE, AMSGRAD, False)
+        _update_block(scalars, skip, tensor, start, size, IN_PLACE, AMSGRAD, False)
     if IN_PLACE:
         # Every thread has read the counter. The atomic orders nothing else: the elements are not read again.
         tl.debug_barrier()

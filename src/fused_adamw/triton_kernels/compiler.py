@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ _WARPS_OF_ONE = {"merge_all_rows_serially": 1}
 
 # What the bits depend on: no contraction.
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+
+# acq_rel atomics came with Volta.
+_OLDEST = 70
 
 _SIGNATURE = {"parameters": "*u8", "finished_blocks": "*i32"}
 
@@ -56,6 +60,7 @@ def compile_to_cubin(
     function = _function(kernel)
     if not isinstance(function, triton.JITFunction):
         raise CompilerError(f"Triton interprets {kernel} instead of compiling it: TRITON_INTERPRET is set")
+    _refuse_unknown(triton, architecture)
     source = triton.compiler.ASTSource(
         fn=function, signature={**_SIGNATURE, **dict.fromkeys(variant, "constexpr")}, constexprs=variant
     )
@@ -113,6 +118,23 @@ def _triton() -> Any:
     except ImportError as error:
         raise _missing() from error
     return triton
+
+
+def _refuse_unknown(triton: Any, architecture: int) -> None:
+    """LLVM ends the process where it does not know an architecture; ptxas, of the same release, says so."""
+    tools = triton.knobs.nvidia
+    blackwell = getattr(tools, "ptxas_blackwell", None)
+    tool = blackwell if architecture >= 100 and blackwell is not None else tools.ptxas
+    known = _architectures(tool.path)
+    if architecture < _OLDEST or architecture not in known:
+        raise CompilerError(f"Triton {triton.__version__} has no code for sm_{architecture}")
+
+
+@functools.cache
+def _architectures(ptxas: str) -> frozenset[int]:
+    """The compute capabilities that a ptxas compiles for."""
+    text = subprocess.run([ptxas, "--help"], capture_output=True, text=True, check=True).stdout
+    return frozenset(int(number) for number in re.findall(r"\bsm_(\d+)\b", text))
 
 
 def _missing() -> CompilerError:

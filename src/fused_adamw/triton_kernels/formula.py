@@ -23,6 +23,18 @@ def inverse_grad_scale(grad_scale):
 
 
 @triton.jit
+def complement(beta):
+    """``1 - beta`` in float32."""
+    return (1.0 - beta).to(tl.float32)
+
+
+@triton.jit
+def decay_factor(lr, weight_decay):
+    """``1 - lr * weight_decay`` in float32."""
+    return (1.0 - lr * weight_decay).to(tl.float32)
+
+
+@triton.jit
 def pick(values, lane: tl.constexpr):
     """One of 32 float32 values, as a scalar."""
     chosen = tl.where(tl.arange(0, 32) == lane, values.to(tl.int32, bitcast=True), 0)
@@ -30,62 +42,48 @@ def pick(values, lane: tl.constexpr):
 
 
 @triton.jit
-def update_scalars(
-    lr,
-    beta1,
-    beta2,
-    weight_decay,
-    eps,
-    grad_scale,
-    maximize,
-    t,
-    clip,
-    max_abs,
-    scaled_squares,
-    max_norm,
-    epsilon,
-):
-    """The float32 scalars of update number ``t``, from float64 options: ``UpdateScalars`` in its order.
+def lane_values(first, second, third):
+    """What the lanes of ``quotients`` work on."""
+    lane = tl.arange(0, 32)
+    return tl.where(lane == 0, first, tl.where(lane == 1, second, third))
 
-    ``clip`` is taken where ``max_norm`` is negative; else ``clip_coefficient`` of ``csrc/gradient_stats.h``,
-    of the float32 report ``max_abs``, ``scaled_squares``.
 
-    All threads of a program form the scalars, and float64 is slow on many cards. So the lanes of a warp share
-    the work: lane 0 forms the step size, lane 1 the bias correction of the second moment, lane 2 the clip,
-    each as a quotient.
+@triton.jit
+def quotients(dividend, beta, t, max_abs, scaled_squares, max_norm, epsilon, clip):
+    """The float32 scalars that take divisions: ``step_size``, ``rsqrt_bias2``, ``clip``, ``clip_scale``.
+
+    All threads of a program form them, and float64 is slow on many cards. So the lanes of a warp share the
+    work: lane 0 forms the step size, lane 1 the bias correction of the second moment, lane 2 the clip (the
+    rest what lane 2 forms), each as one quotient.
+
+    Args:
+        dividend: ``lane_values(lr, 1, max_norm)`` in float64.
+        beta: ``lane_values(beta1, beta2, any)`` in float64.
+        t: The number of the update, int64.
+        max_abs: Of the report, float32.
+        scaled_squares: Of the report, float32.
+        max_norm: float64; negative where ``clip`` is taken, not that of ``csrc/gradient_stats.h``.
+        epsilon: Of the norm, float64.
+        clip: float64.
     """
     lane = tl.arange(0, 32)
     # beta^t by repeated squaring.
-    beta = tl.where(lane == 0, beta1, beta2)
     power = tl.full((32,), 1.0, tl.float64)
     while t > 0:
         power = tl.where((t & 1) != 0, power * beta, power)
         beta *= beta
         t >>= 1
-    complement = 1.0 - power
-    root = tl.sqrt(tl.where(lane == 2, scaled_squares.to(tl.float64), complement))
-    dividend = tl.where(lane == 0, lr, tl.where(lane == 1, 1.0, max_norm))
-    divisor = tl.where(lane == 1, root, max_abs.to(tl.float64) * root + epsilon)
-    quotient = dividend / tl.where(lane == 0, complement, divisor)
+    correction = 1.0 - power
+    root = tl.sqrt(tl.where(lane < 2, correction, scaled_squares.to(tl.float64)))
+    divisor = lane_values(correction, root, max_abs.to(tl.float64) * root + epsilon)
+    quotient = dividend / divisor
     coefficient = tl.where(max_norm >= 0.0, tl.where(quotient < 1.0, quotient, 1.0), clip)
-    tiny = (lane == 2) & (coefficient < TINY)
+    # A clip below the normal numbers would lose its bits in float32.
+    tiny = coefficient < TINY
     coefficient = tl.where(tiny, coefficient * TINY_INVERSE, coefficient)
-    quotients = tl.where(lane == 2, coefficient, quotient).to(tl.float32)
+    values = tl.where(lane < 2, quotient, coefficient).to(tl.float32)
     clip_scales = tl.where(tiny, TINY, 1.0).to(tl.float32)
-
-    inverse_scale = inverse_grad_scale(grad_scale)
-    return (
-        tl.where(maximize, -inverse_scale, inverse_scale),
-        pick(quotients, 2),
-        pick(clip_scales, 2),
-        (1.0 - lr * weight_decay).to(tl.float32),
-        (1.0 - beta1).to(tl.float32),
-        beta2.to(tl.float32),
-        (1.0 - beta2).to(tl.float32),
-        pick(quotients, 0),
-        pick(quotients, 1),
-        eps.to(tl.float32),
-    )
+    return pick(values, 0), pick(values, 1), pick(values, 2), pick(clip_scales, 2)
 
 
 @triton.jit
@@ -97,18 +95,8 @@ def canonical_nan(x):
 @triton.jit
 def adamw_update(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scalars, AMSGRAD: tl.constexpr):
     """One update of float32 elements: parameter, moments, maximum (unchanged without AMSGrad)."""
-    (
-        inverse_scale,
-        clip,
-        clip_scale,
-        decay,
-        beta1_complement,
-        beta2,
-        beta2_complement,
-        step_size,
-        rsqrt_bias2,
-        eps,
-    ) = scalars
+    inverse_scale, decay, beta1_complement, beta2, beta2_complement, eps, corrections = scalars
+    step_size, rsqrt_bias2, clip, clip_scale = corrections
     g = grad * inverse_scale
     g = g * clip
     g = g * clip_scale
