@@ -24,6 +24,7 @@ from fused_adamw.triton_kernels.formula import (
 from fused_adamw.triton_kernels.parameters import (
     GRAD_BFLOAT16,
     GRAD_FLOAT16,
+    GRAD_FLOAT32,
     SHAPE_GRAD,
     SHAPE_GROUP,
     SHAPE_SIZE,
@@ -161,10 +162,11 @@ def _update_block(
         inside = tl.full((BLOCK,), True, tl.int1)
     else:
         inside = lanes < tl.minimum(size - start, BLOCK).to(tl.int32)
+    code = tl.broadcast_to(tl.load(tensor + SHAPE[IN_PLACE] + SHAPE_GRAD), (BLOCK,))
     # Null moments are zeros.
-    state = inside if IN_PLACE else inside & (load_int64(tensor, EXP_AVG[IN_PLACE]) != 0)
-    code = tl.load(tensor + SHAPE[IN_PLACE] + SHAPE_GRAD)
-    half = (code == GRAD_FLOAT16) | (code == GRAD_BFLOAT16)
+    state = inside
+    if not IN_PLACE:
+        state &= tl.broadcast_to(load_int64(tensor, EXP_AVG[IN_PLACE]), (BLOCK,)) != 0
 
     param_pointers = _elements(tensor, start, PARAM[IN_PLACE], tl.float32, ALIGNMENT)
     grad_pointers = _elements(tensor, start, GRAD[IN_PLACE], tl.float32, ALIGNMENT)
@@ -173,8 +175,8 @@ def _update_block(
     exp_avg_sq_pointers = _elements(tensor, start, EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
     param = tl.load(param_pointers, mask=inside, other=0.0)
     # Both widths without a branch: no conversion waits for its load before the other loads are under way.
-    grad = tl.load(grad_pointers, mask=inside & (half == 0), other=0.0)
-    half_grad = tl.load(half_pointers, mask=inside & half, other=0)
+    grad = tl.load(grad_pointers, mask=inside & (code == GRAD_FLOAT32), other=0.0)
+    half_grad = tl.load(half_pointers, mask=inside & (code != GRAD_FLOAT32), other=0)
     exp_avg = tl.load(exp_avg_pointers, mask=state, other=0.0)
     exp_avg_sq = tl.load(exp_avg_sq_pointers, mask=state, other=0.0)
     maximum = exp_avg_sq
