@@ -351,16 +351,53 @@ def test_rows_of_scaled_gradients(interpreter: Interpreter, scale: float) -> Non
     assert_same_bits(found, analyze(grads, **options))
 
 
-def test_a_bad_scale_marks_only_elements_that_are_there(
-    interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The masked lanes hold zeros, whose product with an infinite reciprocal is a NaN."""
+@pytest.mark.parametrize("scale", [0.0, math.nan, math.inf, 1e-44])
+def test_rows_of_a_bad_scale(interpreter: Interpreter, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the host does not see the scale."""
     monkeypatch.setattr(AmpTensors, "check_values", lambda *_: None)
-    grads = [torch.full((5,), 1e-39), torch.zeros(5)]
-    options = {"grad_scale": scalar(0.0, dtype=torch.float32)}
+    grads = [torch.full((5,), 1e-39), torch.zeros(5), normal_sample(1025).grad]
+    options = {"grad_scale": scalar(scale, dtype=torch.float32)}
     with interpreter.ops():
         found = analyze(grads, **options)
     assert_same_bits(found, analyze(grads, **options))
+
+
+def values_that_show_the_order(count: int, elements: int) -> Tensor:
+    """Whose squares' sum in float64 decides the last bit of the float32 result.
+
+    1 + 2^-24 is half-way between two float32 numbers. Some 2^-54 are lost one by one in 1, and move the sum
+    to the upper number where enough of them were added together before.
+    """
+    generator = torch.Generator().manual_seed(elements)
+    values = torch.zeros(count, elements)
+    for row in values:
+        near = torch.randint(elements // 16, (6,), generator=generator) * 16
+        row[near + torch.randint(8, (6,), generator=generator)] = 2.0**-27
+        first = int(near[0])
+        row[first : first + int(torch.randint(9, (), generator=generator))] = 2.0**-27
+        places = torch.randperm(elements, generator=generator)
+        row[places[0]], row[places[1]] = 1.0, 2.0**-12
+    return values
+
+
+@pytest.mark.parametrize("elements", [1024, 16384])
+def test_sums_within_a_row_have_the_promised_order(interpreter: Interpreter, elements: int) -> None:
+    grads = list(values_that_show_the_order(100, elements))
+    with interpreter.ops():
+        found = analyze(grads)
+    assert_same_bits(found, analyze(grads))
+    assert len(found[:, 1].unique()) == 2
+
+
+def test_sums_over_rows_have_the_promised_order(interpreter: Interpreter) -> None:
+    sums = set()
+    for values in values_that_show_the_order(60, 1024):
+        rows = torch.stack([values, torch.ones_like(values), torch.zeros_like(values)], dim=1)
+        with interpreter.ops():
+            found = merge(rows)
+        assert_same_lists([found], [merge(rows)])
+        sums.add(found[1][1].item())
+    assert len(sums) == 2
 
 
 def random_rows(count: int) -> Tensor:

@@ -86,10 +86,9 @@ def _to_float32(bits, CODE: tl.constexpr):
 
 
 @triton.jit
-def _add_values(squares, max_bits, nonfinite, values, inside):
-    """Adds one value to each lane, where it is inside."""
+def _add_values(squares, max_bits, nonfinite, values):
+    """Adds one value to each lane."""
     bits = values.to(tl.uint32, bitcast=True) & MAGNITUDE_BITS
-    bits = tl.where(inside, bits, 0)
     finite = bits < INFINITY_BITS
     bits = tl.where(finite, bits, 0)
     magnitude = bits.to(tl.float32, bitcast=True).to(tl.float64)
@@ -111,14 +110,16 @@ def _sum_row(address, first, count, vectorised, inverse_scale, CODE: tl.constexp
         for start in tl.range(0, ELEMENTS_PER_ROW, LANES * IN_FLIGHT, loop_unroll_factor=1):
             for i in tl.static_range(IN_FLIGHT):
                 values = _to_float32(tl.load(aligned + start + i * LANES + lanes), CODE) * inverse_scale
-                squares, max_bits, nonfinite = _add_values(squares, max_bits, nonfinite, values, True)
+                squares, max_bits, nonfinite = _add_values(squares, max_bits, nonfinite, values)
     else:
         row = address.to(tl.pointer_type(TYPE)) + first
         remaining = count.to(tl.int32)
         while remaining > 0:
+            # The zeros in place of what is not there count for nothing. A scale whose reciprocal makes NaNs of
+            # them makes no finite number of any element.
             inside = lanes < remaining
             values = _to_float32(tl.load(row + lanes, mask=inside, other=0), CODE) * inverse_scale
-            squares, max_bits, nonfinite = _add_values(squares, max_bits, nonfinite, values, inside)
+            squares, max_bits, nonfinite = _add_values(squares, max_bits, nonfinite, values)
             row += LANES
             remaining -= LANES
     return squares, max_bits, nonfinite
