@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 import fused_adamw.triton_kernels
+from cases import assert_same_bits
 from fused_adamw import _C
 from fused_adamw.torch_library import cuda, library
 
@@ -150,3 +151,9 @@ def _interpreted_library() -> Iterator[None]:
 def clones(lists: list[list[Tensor]]) -> list[list[Tensor]]:
     """Copies of lists of tensors."""
     return [[tensor.clone() for tensor in tensors] for tensors in lists]
+
+
+def assert_same_lists(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> None:
+    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same_bits(a, b, f"list {i}, tensor {k}")

@@ -115,8 +115,8 @@ def _sum_row(address, first, count, vectorised, inverse_scale, CODE: tl.constexp
         row = address.to(tl.pointer_type(TYPE)) + first
         remaining = count.to(tl.int32)
         while remaining > 0:
-            # The zeros in place of what is not there count for nothing. A scale whose reciprocal makes NaNs of
-            # them makes no finite number of any element.
+            # The zeros in place of what is not there count for nothing. A scale whose reciprocal makes NaNs
+            # of them leaves no element finite.
             inside = lanes < remaining
             values = _to_float32(tl.load(row + lanes, mask=inside, other=0), CODE) * inverse_scale
             squares, max_bits, nonfinite = _add_values(squares, max_bits, nonfinite, values)
