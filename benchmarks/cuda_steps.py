@@ -3,7 +3,8 @@
     python benchmarks/cuda_steps.py [--output benchmarks/results/cuda_steps-h200.json]
 
 Bytes per parameter: the time divided by the number of parameters, times the rate of a device copy in the same
-run. A step must move 28 (26 for 16-bit gradients, 36 with AMSGrad), and 4 (2) more where it clips.
+run. A step must move 28 (26 for 16-bit gradients, 36 with AMSGrad), and 4 (2) more where it clips. torch,
+which takes no 16-bit gradient of a float32 parameter, copies it to float32 first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -45,28 +47,61 @@ def llama() -> list[int]:
     return [128256 * width, *block * 16, width]
 
 
+class Case(NamedTuple):
+    """What a step does."""
+
+    clip: bool = False
+    amsgrad: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        words = [
+            "AMSGrad" if self.amsgrad else "",
+            "bfloat16 gradients" if self.dtype == torch.bfloat16 else "",
+            "clipped" if self.clip else "",
+        ]
+        return ", ".join(["", *filter(None, words)])
+
+
+CASES = (
+    Case(),
+    Case(clip=True),
+    Case(dtype=torch.bfloat16),
+    Case(dtype=torch.bfloat16, clip=True),
+    Case(amsgrad=True),
+    Case(amsgrad=True, clip=True),
+)
+
 WORKLOADS = {"GPT-2 124M": gpt2(), "Llama 1.2B": llama(), "400 small tensors (821 k)": [2052] * 400}
 
 
-def parameters(sizes: list[int]) -> list[torch.nn.Parameter]:
+def parameters(sizes: list[int], dtype: torch.dtype) -> list[torch.nn.Parameter]:
     generator = torch.Generator("cuda").manual_seed(0)
     params = []
     for size in sizes:
         param = torch.nn.Parameter(torch.randn(size, device="cuda", generator=generator))
-        param.grad = torch.randn(size, device="cuda", generator=generator)
+        param.grad_dtype = None
+        param.grad = torch.randn(size, device="cuda", generator=generator).to(dtype)
         params.append(param)
     return params
 
 
-def ours(params: list[torch.nn.Parameter], clip: bool) -> Step:
-    return fused_adamw.AdamW(params, max_grad_norm=MAX_NORM if clip else None).step
+def ours(params: list[torch.nn.Parameter], case: Case) -> Step:
+    max_norm = MAX_NORM if case.clip else None
+    return fused_adamw.AdamW(params, max_grad_norm=max_norm, amsgrad=case.amsgrad).step
 
 
-def theirs(params: list[torch.nn.Parameter], clip: bool) -> Step:
-    optimizer = torch.optim.AdamW(params, fused=True, capturable=True)
+def theirs(params: list[torch.nn.Parameter], case: Case) -> Step:
+    optimizer = torch.optim.AdamW(params, fused=True, capturable=True, amsgrad=case.amsgrad)
+    narrow = [param.grad for param in params]
+    for param in params:
+        param.grad = param.grad.float()
+    wide = [param.grad for param in params]
 
     def step() -> None:
-        if clip:
+        if case.dtype != torch.float32:
+            torch._foreach_copy_(wide, narrow)
+        if case.clip:
             torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
         optimizer.step()
 
@@ -136,12 +171,12 @@ def main() -> None:
         table.add_column(column, justify="left" if column in ("work", "optimizer") else "right")
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for work, sizes in WORKLOADS.items():
-        for clip in (False, True):
-            name = work + (", clipped" if clip else "")
+        for case in CASES:
+            name = f"{work}{case}"
             figures[name] = {}
             makers = {"fused_adamw": ours, "torch fused": theirs}
-            params = {contender: parameters(sizes) for contender in makers}
-            steps = {contender: make(params[contender], clip) for contender, make in makers.items()}
+            params = {contender: parameters(sizes, case.dtype) for contender in makers}
+            steps = {contender: make(params[contender], case) for contender, make in makers.items()}
             eager = medians(steps, seconds)
             graph = medians({contender: graphed(step) for contender, step in steps.items()}, device_seconds)
             for mine, other in zip(*params.values(), strict=True):

@@ -23,6 +23,7 @@
 #include "cuda/driver.h"
 #include "cuda/launch_layout.h"
 #include "cuda/launches.h"
+#include "cuda/uploading_module.h"
 #include "dlpack_abi.h"
 #include "tensor_table.h"
 
@@ -327,6 +328,14 @@ void cuda_step_out_of_place(const cuda::Launcher& launcher, const std::vector<co
                           current_stream(launcher.device()));
 }
 
+// `allocate` takes a number of bytes and returns a tensor.
+std::unique_ptr<cuda::UploadingModule> uploading_module(int device, py::function allocate) {
+  return std::make_unique<cuda::UploadingModule>(device, [allocate](std::size_t bytes) {
+    const auto tensor = std::make_shared<py::object>(allocate(bytes));
+    return cuda::Allocation{const_cast<void*>(cuda_scalar(*tensor).pointer), tensor};
+  });
+}
+
 using Position = std::tuple<std::size_t, std::size_t, std::size_t>;
 
 std::optional<std::tuple<Position, Position>> find_overlap_positions(
@@ -364,7 +373,14 @@ PYBIND11_MODULE(_C, m) {
       .def("layout_known", &TensorTable::layout_known)
       .def("remember_layout", &TensorTable::remember_layout)
       .def_property_readonly("device_index", [](const TensorTable& self) { return self.device().id; })
-      .def("list_size", [](const TensorTable& self, std::size_t list) { return self.tensors(list).size(); });
+      .def("list_size", [](const TensorTable& self, std::size_t list) { return self.tensors(list).size(); })
+      .def("count_rows", [](const TensorTable& self, std::size_t list) {
+        std::int64_t rows = 0;
+        for (const TensorView& grad : self.tensors(list)) {
+          rows += (grad.size + kElementsPerRow - 1) / kElementsPerRow;
+        }
+        return rows;
+      });
 
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](double lr, double beta1, double beta2, double weight_decay, double eps,
@@ -421,10 +437,20 @@ PYBIND11_MODULE(_C, m) {
         return launches;
       });
   py::class_<cuda::Module, cuda::Launcher>(m, "CudaModule")
-      .def(py::init([](int device, const py::bytes& cubin) {
-             return std::make_unique<cuda::Module>(device, static_cast<std::string_view>(cubin));
+      .def(py::init([](int device, const py::bytes& cubin, int elements_per_step_block) {
+             return std::make_unique<cuda::Module>(device, static_cast<std::string>(cubin),
+                                                   elements_per_step_block);
            }),
-           py::arg("device"), py::arg("cubin"));
+           py::arg("device"), py::arg("cubin"), py::arg("elements_per_step_block") = cuda::kElementsPerBlock);
+  py::class_<cuda::UploadingModule, cuda::Launcher>(m, "CudaUploadingModule")
+      .def(py::init(&uploading_module), py::arg("device"), py::arg("allocate"))
+      .def(
+          "add",
+          [](cuda::UploadingModule& self, const std::string& kernel, const py::bytes& cubin,
+             const std::string& entry, unsigned threads, unsigned shared_bytes) {
+            self.add(kernel, static_cast<std::string>(cubin), entry, threads, shared_bytes);
+          },
+          py::arg("kernel"), py::arg("cubin"), py::arg("entry"), py::arg("threads"), py::arg("shared_bytes"));
   m.attr("CUDA_LAYOUT") = cuda::launch_layout();
   py::class_<cuda::GroupSettings>(m, "CudaGroupSettings")
       .def(py::init(&cuda_group_settings), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
@@ -435,10 +461,13 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "cuda_step_in_place",
       [](const cuda::Launcher& launcher, const std::vector<const TensorTable*>& tables,
-         const std::vector<cuda::GroupSettings>& groups, const cuda::StepSettings& settings) {
-        cuda::step_in_place(launcher, tables, groups, settings, current_stream(launcher.device()));
+         const std::vector<cuda::GroupSettings>& groups, const cuda::StepSettings& settings,
+         bool after_analysis) {
+        cuda::step_in_place(launcher, tables, groups, settings, current_stream(launcher.device()),
+                            after_analysis ? cuda::Start::kOverlapping : cuda::Start::kAfterPrevious);
       },
-      py::arg("launcher"), py::arg("tables"), py::arg("groups"), py::arg("settings"));
+      py::arg("launcher"), py::arg("tables"), py::arg("groups"), py::arg("settings"),
+      py::arg("after_analysis") = false);
   m.def("cuda_step_out_of_place", &cuda_step_out_of_place, py::arg("launcher"), py::arg("olds"),
         py::arg("updateds"), py::arg("steps"), py::arg("group"), py::arg("settings"));
   m.def(

@@ -256,16 +256,16 @@ def test_serial_statistics_agree() -> None:
 
 
 def test_the_rows_are_merged_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fused_adamw.torch_library import merge_gradient_stats
+    from fused_adamw.torch_library import cpu
 
     asked = []
-    update = merge_gradient_stats.update
+    analyze_and_merge = cpu.analyze_and_merge
 
-    def spy(*arguments: Any, hierarchical: bool = True) -> None:
+    def spy(tables: Any, stats: Any, amp: Any, hierarchical: bool) -> None:
         asked.append(hierarchical)
-        update(*arguments, hierarchical=hierarchical)
+        analyze_and_merge(tables, stats, amp, hierarchical)
 
-    monkeypatch.setattr(merge_gradient_stats, "update", spy)
+    monkeypatch.setattr(cpu, "analyze_and_merge", spy)
     for hierarchical in (True, False):
         optimizer = AdamW(make_params(), max_grad_norm=1.0, hierarchical_stats=hierarchical)
         train(optimizer, make_gradients(params_of(optimizer), 1))
@@ -654,10 +654,10 @@ def test_all_groups_are_checked_before_any_is_written() -> None:
     assert_expected_inline(
         line,
         """\
-lr of the second group: ValueError: fused_adamw::adamw_scaled: lr is -1.0; a finite number of at least 0
-    is required
-a gradient of one element: ValueError: fused_adamw::analyze_gradient: grads[4] has shape (20000,) and
-    strides (0,); strides without holes or overlap (contiguous, or a permutation of it) are required""",
+lr of the second group: ValueError: fused_adamw::adamw_scaled, group 1: lr is -1.0; a finite number of at
+    least 0 is required
+a gradient of one element: ValueError: fused_adamw::adamw_scaled, group 1: grads[2] has strides (0,);
+    (1,), the parameter's, are required""",
     )
 
 

@@ -877,14 +877,14 @@ parameters_that_overlap:
 ValueError: fused_adamw::step_: params[0] and params[1] share memory; a tensor that is written may
 share memory with no other tensor (a gradient that is exactly a tensor of its own parameter may)
 negative_lr_in_the_second_group:
-ValueError: fused_adamw::step_: lr is -1.0; a finite number of at least 0 is required
+ValueError: fused_adamw::step_, group 1: lr is -1.0; a finite number of at least 0 is required
 step_that_is_no_count:
 ValueError: fused_adamw::step_: state_steps[0] is -1.0; a whole number of at least 0 and below 2^63
 - 1 is required
 on_another_device:
 ValueError: fused_adamw::step_: the parameters are on meta; a device of type cpu or cuda is required
 on_two_devices:
-ValueError: fused_adamw::step_: params[1] is on meta; cpu, where the parameters are, is required
+ValueError: fused_adamw::step_: the parameters are on meta; a device of type cpu or cuda is required
 groups_on_two_devices:
 ValueError: fused_adamw::step_: the parameters are on meta; a device of type cpu or cuda is required
 lr_on_another_device:

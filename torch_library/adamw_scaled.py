@@ -17,16 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_adamw import _C
 from fused_adamw.options import DEFAULT_GUARD, DEFAULT_OPTIONS, GradientGuardOptions, Scalar
-from fused_adamw.torch_library import checks, step_inplace
+from fused_adamw.stats_plan import ROW_ELEMENTS
+from fused_adamw.torch_library import checks, merge_gradient_stats, step_inplace
 from fused_adamw.torch_library.checks import StepLists
-from fused_adamw.torch_library.library import register
+from fused_adamw.torch_library.library import backend, register
 from fused_adamw.torch_library.step_inplace import StepGroup
 from fused_adamw.torch_library.step_options import (
     OPTIONS_AS_NUMBERS,
     OPTIONS_AS_TENSORS,
     AmpTensors,
     StepOptions,
+    moved,
     split_options,
     tensor_arguments,
 )
@@ -38,16 +41,17 @@ def apply(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptio
     """Updates all groups, through the op where a compiler, a mode or a subclass must see it."""
     if step_inplace.must_dispatch(groups):
         for lists, options in groups:
+            device = lists.params[0].device
             torch.ops.fused_adamw.adamw_scaled.tensor(
                 *lists,
-                report,
+                moved(report, device),
                 max_norm=guard.max_norm,
                 norm_epsilon=guard.epsilon,
-                **tensor_arguments(options, amp, report.device),
+                **tensor_arguments(options, amp.on(device), device),
             )
         return
-    for device_groups in step_inplace.by_device(groups):
-        update(device_groups, report, guard, amp)
+    for device, device_groups in step_inplace.by_device(groups):
+        update(device_groups, moved(report, device), guard, amp.on(device))
 
 
 def update(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptions, amp: AmpTensors) -> None:
@@ -60,6 +64,27 @@ def update(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOpti
     _check_report(report, device)
     checks.check_guard(OP, guard.max_norm, guard.epsilon)
     step_inplace.update(groups, amp, op=OP, report=report, guard=guard)
+
+
+def analyze_and_update(
+    groups: Sequence[StepGroup], guard: GradientGuardOptions, amp: AmpTensors, *, hierarchical: bool
+) -> tuple[Tensor, Tensor]:
+    """The three ops of a guarded step in one call: statistics of the gradients, then ``update`` by them.
+
+    The groups are of one device and hold plain tensors. Every tensor is read once, and on CUDA the rows are
+    merged by the launch that makes them. Returns the report and the rows.
+    """
+    device = groups[0].lists.params[0].device
+    checks.check_guard(OP, guard.max_norm, guard.epsilon)
+    tables = step_inplace.read(groups, amp, op=OP)
+    count = sum(table.count_rows(StepLists._fields.index("grads")) for table in tables)
+    rows = torch.empty(count, ROW_ELEMENTS, dtype=torch.float32, device=device)
+    scratch, report = merge_gradient_stats.new_storage(rows, hierarchical)
+    checks.check_rows(OP, "rows", rows)
+    stats = _C.TensorTable(OP, [[rows], [scratch], [report]], [True, True, True])
+    backend(device).analyze_and_merge(tables, stats, amp, hierarchical)
+    step_inplace.write(groups, tables, amp, report, guard, after_analysis=True)
+    return report, rows
 
 
 def _check_report(report: Tensor, device: torch.device) -> None:

@@ -33,8 +33,11 @@ def step_in_place(
     amp: AmpTensors,
     report: Tensor | None,
     guard: GradientGuardOptions,
+    *,
+    after_analysis: bool = False,
 ) -> None:
     """Updates the tensors of all tables, in one parallel region."""
+    del after_analysis  # of use to a device alone
     clip = 1.0
     if report is not None and guard.max_norm is not None:
         clip = _C.clip_coefficient(report.tolist(), guard.max_norm, guard.epsilon)

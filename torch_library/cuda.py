@@ -34,10 +34,12 @@ def step_in_place(
     amp: AmpTensors,
     report: Tensor | None,
     guard: GradientGuardOptions,
+    *,
+    after_analysis: bool = False,
 ) -> None:
     """Updates the tensors of all tables: one launch, or more where tensors or different options are many.
 
-    Tables with maxima have launches of their own.
+    Tables with maxima have launches of their own. ``after_analysis``: right after ``analyze_and_merge``.
     """
     settings = _settings(amp, report, guard)
     for amsgrad in (False, True):
@@ -45,7 +47,8 @@ def step_in_place(
         if own:
             module = kernels(tables[0].device_index).step(in_place=True, amsgrad=amsgrad)
             groups = [_group(options[i]) for i in own]
-            _C.cuda_step_in_place(module, [tables[i] for i in own], groups, settings)
+            _C.cuda_step_in_place(module, [tables[i] for i in own], groups, settings, after_analysis)
+            after_analysis = False
 
 
 def step_out_of_place(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fused_adamw import stats_plan
+from fused_adamw.stats_plan import ROW_ELEMENTS
 from fused_adamw.torch_library import checks
 from fused_adamw.torch_library.library import backend, bump_versions, read_table, refuse_overlap, register
 
@@ -20,6 +21,12 @@ OP = "fused_adamw::merge_gradient_stats"
 def scratch_elements(rows: int, hierarchical: bool) -> int:
     """The size of the scratch that merging takes."""
     return stats_plan.scratch_elements(rows) if hierarchical else 0
+
+
+def new_storage(rows: Tensor, hierarchical: bool) -> tuple[Tensor, Tensor]:
+    """Scratch and report for merging these rows."""
+    scratch = rows.new_empty(scratch_elements(rows.shape[0], hierarchical))
+    return scratch, rows.new_empty(ROW_ELEMENTS)
 
 
 def check(rows: Tensor, scratch: Tensor, report: Tensor, hierarchical: bool) -> None:

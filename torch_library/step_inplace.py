@@ -65,18 +65,19 @@ def apply(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
     """
     if must_dispatch(groups):
         for lists, options in groups:
-            arguments = tensor_arguments(options, amp, lists.params[0].device)
+            device = lists.params[0].device
+            arguments = tensor_arguments(options, amp.on(device), device)
             torch.ops.fused_adamw.step_.tensor(*lists, **arguments)
         return
-    for device_groups in by_device(groups):
-        update(device_groups, amp)
+    for device, device_groups in by_device(groups):
+        update(device_groups, amp.on(device))
 
 
 def check(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
     """Raises what ``apply`` would raise, and writes nothing."""
     if not must_dispatch(groups):
-        for device_groups in by_device(groups):
-            update(device_groups, amp, skip=True)
+        for device, device_groups in by_device(groups):
+            read(device_groups, amp.on(device))
 
 
 def must_dispatch(groups: Sequence[StepGroup]) -> bool:
@@ -84,14 +85,17 @@ def must_dispatch(groups: Sequence[StepGroup]) -> bool:
     return is_intercepted() or not all(_C.only_plain_tensors(group.lists) for group in groups)
 
 
-def by_device(groups: Sequence[StepGroup]) -> Iterable[list[StepGroup]]:
-    """The groups, device by device; refuses a device without kernels before any group is updated."""
+def by_device(groups: Sequence[StepGroup]) -> Iterable[tuple[torch.device, list[StepGroup]]]:
+    """The groups, device by device; refuses a device without kernels before any group is updated.
+
+    The tensors of a group are of one device.
+    """
     devices: dict[torch.device, list[StepGroup]] = {}
     for group in groups:
         devices.setdefault(group.lists.params[0].device, []).append(group)
     for device in devices:
         checks.check_backend(OP, device)
-    return devices.values()
+    return devices.items()
 
 
 def update(
@@ -101,40 +105,61 @@ def update(
     op: str = OP,
     report: Tensor | None = None,
     guard: GradientGuardOptions = DEFAULT_GUARD,
-    skip: bool = False,
 ) -> None:
     """Updates all groups, of one device, at once; the op is this for one group.
 
-    ``report`` and ``guard`` are those of ``adamw_scaled``. ``skip``: check, and write nothing. Everything is
-    checked before anything is written. Raises as ``checks`` says, in the name of ``op``.
+    ``report`` and ``guard`` are those of ``adamw_scaled``. Everything is checked before anything is written.
+    Raises as ``checks`` says, in the name of ``op``.
     """
+    write(groups, read(groups, amp, op=op, report=report), amp, report, guard)
+
+
+def read(
+    groups: Sequence[StepGroup], amp: AmpTensors, *, op: str = OP, report: Tensor | None = None
+) -> list[_C.TensorTable]:
+    """A table of tensors for each group, all of one device, after every check that ``update`` makes."""
     device = groups[0].lists.params[0].device
     checks.check_backend(op, device)
     amp.check_tensors(op, device)
     amp.check_values(op)
     tables = []
-    for group in groups:
-        checks.refuse_autograd(op, group.lists._asdict())
-        check = functools.partial(checks.check_step_lists, op, group.lists)
+    for i, group in enumerate(groups):
+        name = op if len(groups) == 1 else f"{op}, group {i}"
+        checks.refuse_autograd(name, group.lists._asdict())
+        check = functools.partial(checks.check_step_lists, name, group.lists)
         tables.append(read_table(OP, group.lists, _WRITTEN, check))
-        group.options.check_tensors(op, device)
-        group.options.check_values(op)
+        group.options.check_tensors(name, device)
+        group.options.check_values(name)
     scalars: dict[str, object] = {"report": report, **amp._asdict()}
     for i, group in enumerate(groups):
         suffix = f" of group {i}" if len(groups) > 1 else ""
         for name in ("lr", "beta1", "beta2"):
             scalars[name + suffix] = getattr(group.options, name)
     refuse_overlap(op, tables, StepLists._fields, elementwise=True, scalars=scalars)
-    runs = backend(device)
-    bad_step = runs.bad_step(tables)
+    bad_step = backend(device).bad_step(tables)
     if bad_step is not None:
         table, i = bad_step
         checks.check_step_count(op, f"state_steps[{i}]", groups[table].lists.state_steps[i].item())
-    if skip or runs.must_skip(amp, report):
+    return tables
+
+
+def write(
+    groups: Sequence[StepGroup],
+    tables: Sequence[_C.TensorTable],
+    amp: AmpTensors,
+    report: Tensor | None,
+    guard: GradientGuardOptions,
+    *,
+    after_analysis: bool = False,
+) -> None:
+    """Updates the groups that these tables were read of; right after their analysis, or not."""
+    runs = backend(groups[0].lists.params[0].device)
+    if runs.must_skip(amp, report):
         return
     for group in groups:
         bump_versions(tensors for tensors, written in zip(group.lists, _WRITTEN, strict=True) if written)
-    runs.step_in_place(tables, [group.options for group in groups], amp, report, guard)
+    options = [group.options for group in groups]
+    runs.step_in_place(tables, options, amp, report, guard, after_analysis=after_analysis)
 
 
 def fake_update(lists: StepLists, options: StepOptions, amp: AmpTensors, *, op: str = OP) -> None:

@@ -34,6 +34,11 @@ class StepOptions(NamedTuple):
     eps: float
     maximize: bool
 
+    def on(self, device: torch.device) -> StepOptions:
+        """The options with their tensors where the parameters are."""
+        lr, beta1, beta2 = (_on(value, device) for value in (self.lr, self.beta1, self.beta2))
+        return self._replace(lr=lr, beta1=beta1, beta2=beta2)
+
     def check_tensors(self, op: str, device: torch.device) -> None:
         """Checks what can be known without the values, which a fake does not have."""
         for name in ("lr", "beta1", "beta2"):
@@ -57,6 +62,12 @@ class AmpTensors(NamedTuple):
     grad_scale: Scalar | None
     found_inf: Tensor | None
 
+    def on(self, device: torch.device) -> AmpTensors:
+        """The same where the parameters are; a scaler keeps one scale for all devices."""
+        scale = None if self.grad_scale is None else _on(self.grad_scale, device)
+        found_inf = None if self.found_inf is None else moved(self.found_inf, device)
+        return AmpTensors(scale, found_inf)
+
     def check_tensors(self, op: str, device: torch.device) -> None:
         """Checks what can be known without the values, which a fake does not have."""
         check_option_tensor(op, "grad_scale", self.grad_scale, device)
@@ -79,6 +90,19 @@ class AmpTensors(NamedTuple):
     def skip(self) -> bool:
         """Whether the scaler found a gradient that is not finite; waits for the device."""
         return self.found_inf is not None and bool(self.found_inf)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on this device, copied without waiting; one without a value is left to be refused."""
+    return tensor if tensor.device == device or tensor.is_meta else tensor.to(device, non_blocking=True)
+
+
+def _on(value: Scalar, device: torch.device) -> Scalar:
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type == "cpu" != device.type and value.numel() == 1 and not torch.compiler.is_compiling():
+        return value.item()  # a number needs no copy to the device
+    return moved(value, device)
 
 
 def host_value(value: Scalar) -> float | None:

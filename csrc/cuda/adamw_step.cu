@@ -56,47 +56,56 @@ __device__ __forceinline__ bool read_options(const StepSettings& settings, const
 struct BlockScalars {
   UpdateScalars scalars;
   bool skip;
+  // Kept here until the end: in registers, they would cost blocks under way.
+  int index;
+  unsigned arrived;
 };
 
 // Four elements of a thread.
 template <typename Gradient, bool kAmsgrad>
 struct Quad {
-  float param[4], grad[4], exp_avg[4], exp_avg_sq[4], max_exp_avg_sq[4];
+  Packed<Gradient> grad;
+  Packed<float> param4, exp_avg4, exp_avg_sq4, max_exp_avg_sq4;
+  float param[4], exp_avg[4], exp_avg_sq[4], max_exp_avg_sq[4];
 
-  __device__ __forceinline__ void load(const OutOfPlaceTensor& tensor, long long first) {
-    const bool state = tensor.exp_avg != nullptr;
+  // `has_state`: there are moments; else they are taken as 0.
+  __device__ __forceinline__ void load(const OutOfPlaceTensor& tensor, long long first, bool has_state) {
     const Gradient* grads = static_cast<const Gradient*>(tensor.grad);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) exp_avg[k] = exp_avg_sq[k] = max_exp_avg_sq[k] = 0.0f;
+    exp_avg4 = exp_avg_sq4 = max_exp_avg_sq4 = {};
     if (whole(tensor, first)) {
-      load4(tensor.param + first, param);
-      load4(grads + first, grad);
-      if (state) {
-        load4(tensor.exp_avg + first, exp_avg);
-        load4(tensor.exp_avg_sq + first, exp_avg_sq);
-        if (kAmsgrad) load4(tensor.max_exp_avg_sq + first, max_exp_avg_sq);
+      param4.load(tensor.param + first);
+      grad.load(grads + first);
+      if (has_state) {
+        exp_avg4.load(tensor.exp_avg + first);
+        exp_avg_sq4.load(tensor.exp_avg_sq + first);
+        if (kAmsgrad) max_exp_avg_sq4.load(tensor.max_exp_avg_sq + first);
       }
       return;
     }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if (first + k < tensor.shape.size) {
-        param[k] = tensor.param[first + k];
-        grad[k] = to_float32(grads[first + k]);
-        if (state) {
-          exp_avg[k] = tensor.exp_avg[first + k];
-          exp_avg_sq[k] = tensor.exp_avg_sq[first + k];
-          if (kAmsgrad) max_exp_avg_sq[k] = tensor.max_exp_avg_sq[first + k];
-        }
-      }
+    const long long count = tensor.shape.size - first;
+    param4.load_some(tensor.param + first, count);
+    grad.load_some(grads + first, count);
+    if (has_state) {
+      exp_avg4.load_some(tensor.exp_avg + first, count);
+      exp_avg_sq4.load_some(tensor.exp_avg_sq + first, count);
+      if (kAmsgrad) max_exp_avg_sq4.load_some(tensor.max_exp_avg_sq + first, count);
     }
   }
 
+  __device__ __forceinline__ void unpack() {
+    param4.unpack(param);
+    exp_avg4.unpack(exp_avg);
+    exp_avg_sq4.unpack(exp_avg_sq);
+    max_exp_avg_sq4.unpack(max_exp_avg_sq);
+  }
+
   __device__ __forceinline__ void update(const UpdateScalars& scalars) {
+    float gradients[4];
+    grad.unpack(gradients);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const Element old = {param[k], exp_avg[k], exp_avg_sq[k], max_exp_avg_sq[k]};
-      const Element element = adamw_update<kAmsgrad>(old, grad[k], scalars);
+      const Element element = adamw_update<kAmsgrad>(old, gradients[k], scalars);
       param[k] = element.param;
       exp_avg[k] = element.exp_avg;
       exp_avg_sq[k] = element.exp_avg_sq;
@@ -131,46 +140,86 @@ struct Quad {
 
 template <typename Gradient, bool kAmsgrad>
 __device__ __forceinline__ void update_block(const OutOfPlaceTensor& tensor, long long first, bool in_place,
-                                             const BlockScalars& shared) {
-  Quad<Gradient, kAmsgrad> quad;
-  quad.load(tensor, first);
+                                             unsigned arrived, BlockScalars& shared) {
+  Quad<Gradient, kAmsgrad> quads[kStepPasses];
+#pragma unroll
+  for (int i = 0; i < kStepPasses; ++i) {
+    quads[i].load(tensor, first + i * kElementsPerPass, in_place || tensor.exp_avg != nullptr);
+  }
+  if (threadIdx.x == 0) shared.arrived = arrived;
   __syncthreads();
   if (shared.skip && in_place) return;
   const UpdateScalars scalars = shared.scalars;
-  if (!shared.skip) quad.update(scalars);
-  quad.store(tensor, first);
+#pragma unroll
+  for (int i = 0; i < kStepPasses; ++i) {
+    quads[i].unpack();
+    if (!shared.skip) quads[i].update(scalars);
+    quads[i].store(tensor, first + i * kElementsPerPass);
+  }
 }
 
-// Whether the update was skipped.
+// The last block of a tensor to have read its counter advances it. A block arrives as soon as it has read it,
+// and looks only at its end which one it was: to wait there for the answer would keep its place on the
+// multiprocessor idle for a sixth of its time.
+__device__ __forceinline__ unsigned arrive(const StepParameters<InPlaceTensor>& parameters, int index) {
+  return atomicAdd(&finished_blocks[parameters.slot + index], 1u) + 1u;
+}
+
+__device__ __forceinline__ void finish(const StepParameters<InPlaceTensor>& parameters,
+                                       const BlockScalars& shared) {
+  const InPlaceTensor& tensor = parameters.tensors[shared.index];
+  const unsigned blocks =
+      static_cast<unsigned>((tensor.shape.size + kElementsPerBlock - 1) / kElementsPerBlock);
+  if (threadIdx.x != 0 || shared.arrived != blocks) return;
+  finished_blocks[parameters.slot + shared.index] = 0;
+  if (!shared.skip) *tensor.step += 1.0f;
+}
+
+__device__ __forceinline__ unsigned arrive(const StepParameters<OutOfPlaceTensor>&, int) { return 0; }
+
+__device__ __forceinline__ void finish(const StepParameters<OutOfPlaceTensor>&, const BlockScalars&) {}
+
+// The first element of this thread.
+template <typename Tensor>
+__device__ __forceinline__ long long first_element(const StepParameters<Tensor>& parameters, int index) {
+  const long long block = blockIdx.x - parameters.index.first[index];
+  return block * kElementsPerBlock + threadIdx.x * kElementsPerThread;
+}
+
 template <typename Tensor, bool kAmsgrad>
-__device__ __forceinline__ bool step(const StepParameters<Tensor>& parameters) {
+__device__ __forceinline__ void step(const StepParameters<Tensor>& parameters) {
   __shared__ BlockScalars shared;
   int index = find_tensor(parameters.index, blockIdx.x);
-  // Before this thread's loads, or the float64 values would take registers beside the elements; the seven
-  // other warps do not wait for it to ask for theirs.
+  unsigned arrived = 0;
+  // Before this warp's loads, or the float64 values would take registers beside the elements; the seven other
+  // warps do not wait for it to ask for theirs. (A prefetch for it gained nothing.)
   if (threadIdx.x == 0) {
+    // The other threads may load what they update at once: the launches before this one only read it. They
+    // write after the barrier that this thread comes to.
+    wait_for_previous();
     const Tensor& tensor = parameters.tensors[index];
     StepOptions options;
     shared.skip = read_options(parameters.settings, parameters.groups[tensor.shape.group], options);
     shared.scalars = update_scalars(options, steps_done(tensor) + 1);
+    shared.index = index;
+    arrived = arrive(parameters, index);
   }
   asm volatile("" : "+r"(index));  // no address of an element is to be formed before, for the same reason
   const Tensor& tensor = parameters.tensors[index];
-  const long long block = blockIdx.x - parameters.index.first[index];
-  const long long first = block * kElementsPerBlock + threadIdx.x * kElementsPerThread;
+  const long long first = first_element(parameters, index);
   const OutOfPlaceTensor all = arrays(tensor);
   constexpr bool in_place = kInPlace<Tensor>;
   switch (tensor.shape.grad) {
     case kGradFloat16:
-      update_block<Half, kAmsgrad>(all, first, in_place, shared);
+      update_block<Half, kAmsgrad>(all, first, in_place, arrived, shared);
       break;
     case kGradBFloat16:
-      update_block<BFloat16, kAmsgrad>(all, first, in_place, shared);
+      update_block<BFloat16, kAmsgrad>(all, first, in_place, arrived, shared);
       break;
     default:
-      update_block<float, kAmsgrad>(all, first, in_place, shared);
+      update_block<float, kAmsgrad>(all, first, in_place, arrived, shared);
   }
-  return shared.skip;
+  finish(parameters, shared);
 }
 
 // How many blocks are to fit on a multiprocessor, which limits a thread's registers. Five on Hopper: 48
@@ -184,19 +233,6 @@ __device__ constexpr int blocks_per_processor(bool amsgrad) {
 #endif
 }
 
-// The end of a block's work in place: the last block of a tensor advances its counter, when all have read it.
-__device__ __forceinline__ void finish(const StepParameters<InPlaceTensor>& parameters, bool skip) {
-  if (threadIdx.x != 0) return;
-  // Searched for again: kept until here, the index would cost the update registers, and so blocks under way.
-  const int index = find_tensor(parameters.index, blockIdx.x);
-  const InPlaceTensor& tensor = parameters.tensors[index];
-  const unsigned blocks =
-      static_cast<unsigned>((tensor.shape.size + kElementsPerBlock - 1) / kElementsPerBlock);
-  if (is_last_block(parameters.slot + index, blocks) && !skip) *tensor.step += 1.0f;
-}
-
-__device__ __forceinline__ void finish(const StepParameters<OutOfPlaceTensor>&, bool) {}
-
 }  // namespace fused_adamw::cuda
 
 using namespace fused_adamw::cuda;
@@ -205,6 +241,5 @@ using namespace fused_adamw::cuda;
 // bool. A step needs one or two of the four, and each takes 0.2 s to compile.
 extern "C" __global__ void __launch_bounds__(kThreads, blocks_per_processor(FUSED_ADAMW_AMSGRAD))
     adamw_step(const __grid_constant__ StepParameters<FUSED_ADAMW_TENSOR> parameters) {
-  const bool skip = step<FUSED_ADAMW_TENSOR, FUSED_ADAMW_AMSGRAD>(parameters);
-  finish(parameters, skip);
+  step<FUSED_ADAMW_TENSOR, FUSED_ADAMW_AMSGRAD>(parameters);
 }

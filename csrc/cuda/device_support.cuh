@@ -5,7 +5,8 @@
 
 namespace fused_adamw::cuda {
 
-// Counters of finished blocks. Zero when the module is loaded, and again after each launch that used one.
+// Counters of blocks that have come to some point. Zero when the module is loaded, and again after each
+// launch that used one.
 __device__ unsigned finished_blocks[kSlots];
 
 struct Half {
@@ -28,26 +29,63 @@ __device__ __forceinline__ float to_float32(Half value) {
   return result;
 }
 
-// Four gradients by one access of 16 or 8 bytes.
-__device__ __forceinline__ void load4(const float* source, float (&values)[4]) {
-  const float4 packed = *reinterpret_cast<const float4*>(source);
-  values[0] = packed.x;
-  values[1] = packed.y;
-  values[2] = packed.z;
-  values[3] = packed.w;
-}
-
+// Four neighbours as one access of 16 or 8 bytes brings them. They stay packed while they are under way: a
+// conversion would wait for them, and with it every load behind it.
 template <typename Element>
-__device__ __forceinline__ void load4(const Element* source, float (&values)[4]) {
-  const ushort4 packed = *reinterpret_cast<const ushort4*>(source);
-  values[0] = to_float32(Element{packed.x});
-  values[1] = to_float32(Element{packed.y});
-  values[2] = to_float32(Element{packed.z});
-  values[3] = to_float32(Element{packed.w});
-}
+struct Packed {
+  ushort4 bits;
+
+  __device__ __forceinline__ void load(const Element* source) {
+    bits = *reinterpret_cast<const ushort4*>(source);
+  }
+  // One by one, as far as there are any.
+  __device__ __forceinline__ void load_some(const Element* source, long long count) {
+    bits = {};
+    if (count > 0) bits.x = source[0].bits;
+    if (count > 1) bits.y = source[1].bits;
+    if (count > 2) bits.z = source[2].bits;
+    if (count > 3) bits.w = source[3].bits;
+  }
+  __device__ __forceinline__ void unpack(float (&values)[4]) const {
+    values[0] = to_float32(Element{bits.x});
+    values[1] = to_float32(Element{bits.y});
+    values[2] = to_float32(Element{bits.z});
+    values[3] = to_float32(Element{bits.w});
+  }
+};
+
+template <>
+struct Packed<float> {
+  float4 values4;
+
+  __device__ __forceinline__ void load(const float* source) {
+    values4 = *reinterpret_cast<const float4*>(source);
+  }
+  __device__ __forceinline__ void load_some(const float* source, long long count) {
+    values4 = {};
+    if (count > 0) values4.x = source[0];
+    if (count > 1) values4.y = source[1];
+    if (count > 2) values4.z = source[2];
+    if (count > 3) values4.w = source[3];
+  }
+  __device__ __forceinline__ void unpack(float (&values)[4]) const {
+    values[0] = values4.x;
+    values[1] = values4.y;
+    values[2] = values4.z;
+    values[3] = values4.w;
+  }
+};
 
 __device__ __forceinline__ void store4(float* target, const float (&values)[4]) {
   *reinterpret_cast<float4*>(target) = make_float4(values[0], values[1], values[2], values[3]);
+}
+
+// Until then, a kernel that was launched as Start::kOverlapping may touch nothing that the launch before it
+// writes, nor write what that one reads. Returns at once in any other launch.
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
 }
 
 __device__ __forceinline__ double read(const Scalar& scalar) {
@@ -77,22 +115,15 @@ __device__ __forceinline__ int find_tensor(const BlockIndex<kCapacity>& index, u
   return tensor;
 }
 
-// Whether this is the last of so many blocks that share a slot to get here. Called by one thread. Orders no
-// other memory access: see all_finished.
-__device__ __forceinline__ bool is_last_block(unsigned slot, unsigned blocks) {
-  if (atomicAdd(&finished_blocks[slot], 1u) + 1u != blocks) return false;
-  finished_blocks[slot] = 0;
-  return true;
-}
-
-// The same, called by all threads of a block; the last block may go on with what thread 0 of each block wrote
-// before, read through the second-level cache.
+// Whether this is the last of so many blocks that share a slot to get here; called by all threads. The last
+// block may go on with what thread 0 of each block wrote before, read through the second-level cache.
 __device__ __forceinline__ bool all_finished(unsigned slot, unsigned blocks) {
   __shared__ bool last;
   __syncthreads();  // the last use of the shared value, where this is called more than once
   if (threadIdx.x == 0) {
     __threadfence();
-    last = is_last_block(slot, blocks);
+    last = atomicAdd(&finished_blocks[slot], 1u) + 1u == blocks;
+    if (last) finished_blocks[slot] = 0;
     __threadfence();
   }
   __syncthreads();

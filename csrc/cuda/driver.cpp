@@ -13,6 +13,24 @@ constexpr int kComputeCapabilityMajor = 75;
 constexpr int kComputeCapabilityMinor = 76;
 constexpr int kCaptureModeRelaxed = 2;
 
+constexpr int kProgrammaticStreamSerialization = 6;
+
+struct LaunchAttribute {
+  int id;
+  char padding[4];
+  int value;
+  char rest[60];
+};
+
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  void* stream;
+  const LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
 struct Driver {
   int (*init)(unsigned);
   int (*driver_version)(int*);
@@ -23,8 +41,8 @@ struct Driver {
   int (*pop_context)(void**);
   int (*load_module)(void**, const void*);
   int (*get_function)(void**, void*, const char*);
-  int (*launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
-                       void**, void**);
+  int (*get_global)(void**, std::size_t*, void*, const char*);
+  int (*launch_kernel)(const LaunchConfig*, void*, void**, void**);
   int (*error_name)(int, const char**);
   int (*is_capturing)(void*, int*);
   int (*exchange_capture_mode)(int*);
@@ -56,7 +74,8 @@ Driver load_driver() {
   load_symbol(library, "cuCtxPopCurrent_v2", driver.pop_context);
   load_symbol(library, "cuModuleLoadData", driver.load_module);
   load_symbol(library, "cuModuleGetFunction", driver.get_function);
-  load_symbol(library, "cuLaunchKernel", driver.launch_kernel);
+  load_symbol(library, "cuModuleGetGlobal_v2", driver.get_global);
+  load_symbol(library, "cuLaunchKernelEx", driver.launch_kernel);
   load_symbol(library, "cuGetErrorName", driver.error_name);
   load_symbol(library, "cuStreamIsCapturing", driver.is_capturing);
   load_symbol(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode);
@@ -113,15 +132,18 @@ int driver_version() {
   return version;
 }
 
-Module::Module(int device, std::string_view cubin) : device_(device) {
+Module::Module(int device, const std::string& image, int elements_per_step_block)
+    : device_(device),
+      elements_per_step_block_(elements_per_step_block),
+      can_overlap_(compute_capability(device) >= 90 && driver_version() >= 12030) {
   const RelaxedCapture relaxed;
   check(driver(), driver().primary_context(&context_, device_handle(device)), "cuDevicePrimaryCtxRetain");
   const ContextScope scope(context_);
-  check(driver(), driver().load_module(&module_, cubin.data()), "cuModuleLoadData");
+  check(driver(), driver().load_module(&module_, image.c_str()), "cuModuleLoadData");
 }
 
-void Module::launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream,
-                    const void* parameters, std::size_t) const {
+void Module::run(const char* kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, Stream stream,
+                 void** arguments, Start start) const {
   const ContextScope scope(context_);
   void*& function = functions_[kernel];
   if (function == nullptr) {
@@ -129,9 +151,28 @@ void Module::launch(const char* kernel, unsigned blocks, unsigned threads, Strea
     check(driver(), driver().get_function(&function, module_, kernel),
           std::string("cuModuleGetFunction ") + kernel);
   }
-  void* pointers[] = {const_cast<void*>(parameters)};
-  check(driver(), driver().launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, nullptr),
+  LaunchAttribute overlapping = {kProgrammaticStreamSerialization, {}, 1, {}};
+  const bool overlap = start == Start::kOverlapping && can_overlap_;
+  const LaunchConfig config = {blocks,           1, 1, threads, 1, 1, shared_bytes, stream, &overlapping,
+                               overlap ? 1u : 0u};
+  check(driver(), driver().launch_kernel(&config, function, arguments, nullptr),
         std::string("launch of ") + kernel);
+}
+
+void Module::launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream,
+                    const void* parameters, std::size_t, Start start) const {
+  void* arguments[] = {const_cast<void*>(parameters)};
+  run(kernel, blocks, threads, 0, stream, arguments, start);
+}
+
+void* Module::global(const char* name) const {
+  const ContextScope scope(context_);
+  const RelaxedCapture relaxed;
+  void* pointer = nullptr;
+  std::size_t bytes = 0;
+  check(driver(), driver().get_global(&pointer, &bytes, module_, name),
+        std::string("cuModuleGetGlobal ") + name);
+  return pointer;
 }
 
 unsigned Module::next_slots(Stream stream, unsigned count) const {

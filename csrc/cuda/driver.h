@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 
 #include "launcher.h"
@@ -21,22 +20,33 @@ int compute_capability(int device);
 // The driver's CUDA version, as 1000 * major + 10 * minor.
 int driver_version();
 
-// Kernels of one cubin, in the primary context of one device. They live as long as the process: unloading
-// would have to wait for every launch and captured graph.
+// Kernels of one cubin (or of PTX, a string that ends with 0), in the primary context of one device. They
+// live as long as the process: unloading would have to wait for every launch and captured graph.
 class Module : public Launcher {
  public:
-  Module(int device, std::string_view cubin);
+  Module(int device, const std::string& image, int elements_per_step_block = kElementsPerBlock);
 
-  // By value: Throws DriverError; nothing has run then.
+  // One launch; arguments[i] points to the kernel's parameter i. Throws DriverError; nothing has run then.
+  void run(const char* kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, Stream stream,
+           void** arguments, Start start = Start::kAfterPrevious) const;
+
+  // The same with the parameters as the one parameter of the kernel, by value.
   void launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream, const void* parameters,
-              std::size_t bytes) const override;
+              std::size_t bytes, Start start) const override;
 
   unsigned next_slots(Stream stream, unsigned count) const override;
 
   int device() const override { return device_; }
 
+  int elements_per_step_block() const override { return elements_per_step_block_; }
+
+  // The address of a variable on the device.
+  void* global(const char* name) const;
+
  private:
   int device_;
+  int elements_per_step_block_;
+  bool can_overlap_;  // launches, from compute capability 9.0 and CUDA 12.3 (in captured graphs) on
   void* context_ = nullptr;
   void* module_ = nullptr;
   mutable std::unordered_map<std::string, void*> functions_;

@@ -12,6 +12,15 @@ namespace fused_adamw::cuda {
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kInfinityBits = 0x7F800000u;
 
+// Bytes that a thread has under way while it sums as many, and how many blocks are to fit on a
+// multiprocessor: on Hopper four; elsewhere the compiler takes the registers that it needs.
+constexpr int kBatchBytes = 64;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kAnalysesPerProcessor = 4;
+#else
+constexpr int kAnalysesPerProcessor = 1;
+#endif
+
 static_assert(kElementsPerPass == kLanes, "a thread keeps four lanes");
 
 struct LaneSums {
@@ -27,7 +36,8 @@ __device__ __forceinline__ void add_value(LaneSums& sums, int lane, float value)
   bits = finite ? bits : 0u;
   sums.max_bits = max(sums.max_bits, bits);
   const double magnitude = static_cast<double>(__uint_as_float(bits));
-  sums.squares[lane] += magnitude * magnitude;
+  // The product is exact in float64, so that this rounds as a product and a sum do.
+  sums.squares[lane] = __fma_rn(magnitude, magnitude, sums.squares[lane]);
 }
 
 // The row of a block; only thread 0 has it.
@@ -73,30 +83,53 @@ __device__ __forceinline__ StatsRow merge_lanes(const LaneSums& sums) {
 }
 
 template <typename Gradient>
+__device__ __forceinline__ void add_values(LaneSums& sums, const Packed<Gradient>& packed,
+                                           float inverse_scale) {
+  float values[4];
+  packed.unpack(values);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) add_value(sums, k, values[k] * inverse_scale);
+}
+
+template <typename Gradient>
 __device__ __forceinline__ LaneSums sum_chunk(const Gradient* elements, long long count, bool vectorised,
                                               float inverse_scale) {
   constexpr int kPasses = static_cast<int>(kElementsPerRow / kLanes);
-  constexpr int kInFlight = 8;  // accesses of a thread that are under way together
+  // Two batches of accesses are under way in turn: one is summed while the next is awaited. Of 64 bytes a
+  // thread each, since with fewer the memory has nothing to do while sums are formed.
+  constexpr int kBatch = kBatchBytes / static_cast<int>(sizeof(Packed<Gradient>));
+  static_assert(kPasses % (2 * kBatch) == 0, "");
   LaneSums sums = {};
   const int lane = threadIdx.x * kElementsPerThread;
   if (vectorised && count == kElementsPerRow) {
+    Packed<Gradient> batches[2][kBatch];
+    const Gradient* next = elements + lane;
+    const auto load = [&](Packed<Gradient>(&batch)[kBatch]) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) batch[i].load(next + i * kLanes);
+      next += kBatch * kLanes;
+    };
+    const auto add = [&](const Packed<Gradient>(&batch)[kBatch]) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) add_values(sums, batch[i], inverse_scale);
+    };
+    load(batches[0]);
 #pragma unroll 1
-    for (int pass = 0; pass < kPasses; pass += kInFlight) {
-      float values[kInFlight][4];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) load4(elements + (pass + i) * kLanes + lane, values[i]);
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) add_value(sums, k, values[i][k] * inverse_scale);
-      }
+    for (int pass = 2 * kBatch; pass < kPasses; pass += 2 * kBatch) {
+      load(batches[1]);
+      add(batches[0]);
+      load(batches[0]);
+      add(batches[1]);
     }
+    load(batches[1]);
+    add(batches[0]);
+    add(batches[1]);
   } else {
+#pragma unroll 1
     for (long long base = lane; base < count; base += kLanes) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (base + k < count) add_value(sums, k, to_float32(elements[base + k]) * inverse_scale);
-      }
+      Packed<Gradient> packed;
+      packed.load_some(elements + base, count - base);
+      add_values(sums, packed, inverse_scale);
     }
   }
   return sums;
@@ -126,7 +159,7 @@ __device__ __forceinline__ StatsRow merge_block(const float* rows, long long cou
 }
 
 // Group `group` of up to 1024 rows into one; the block that comes last goes on with all later stages.
-__device__ __forceinline__ void merge_group(const RowsToMerge& merge, long long group) {
+__device__ __forceinline__ void merge_group(const MergeParameters& merge, long long group) {
   const long long first = group * kRowsPerMerge;
   const long long groups = (merge.count + kRowsPerMerge - 1) / kRowsPerMerge;
   const StatsRow row = merge_block(merge.rows + 3 * first, min(merge.count - first, kRowsPerMerge));
@@ -155,9 +188,8 @@ __device__ __forceinline__ void merge_group(const RowsToMerge& merge, long long 
 using namespace fused_adamw;
 using namespace fused_adamw::cuda;
 
-// Grid: one block per row. Where a report is asked for, the last block of each 1024 rows to finish merges
-// them, so that it takes no other launch.
-extern "C" __global__ void __launch_bounds__(kThreads)
+// Grid: one block per row.
+extern "C" __global__ void __launch_bounds__(kThreads, kAnalysesPerProcessor)
     analyze_gradients(const __grid_constant__ AnalyzeParameters parameters) {
   // From the last block to the first: a step, which begins at the front, then finds what was read last in the
   // second-level cache.
@@ -182,21 +214,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                        inverse_scale);
   }
   const StatsRow stats = merge_lanes(sums);
-  const RowsToMerge& merge = parameters.merge;
-  const long long row = parameters.first_row + block;
-  if (threadIdx.x == 0) store_row(merge.rows, row, stats);
-  if (merge.report == nullptr) return;
-  const long long group = row / kRowsPerMerge;
-  const long long rows = min(merge.count - group * kRowsPerMerge, kRowsPerMerge);
-  if (all_finished(merge.slot + 1 + static_cast<unsigned>(group), static_cast<unsigned>(rows))) {
-    merge_group(merge, group);
-  }
+  if (threadIdx.x == 0) store_row(parameters.rows, block, stats);
 }
 
 // Grid: one block per 1024 rows. One stage.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_rows(const __grid_constant__ MergeParameters parameters) {
-  const RowsToMerge& merge = parameters.merge;
+  const MergeParameters& merge = parameters;
   const long long first = blockIdx.x * kRowsPerMerge;
   const StatsRow row = merge_block(merge.rows + 3 * first, min(merge.count - first, kRowsPerMerge));
   if (threadIdx.x == 0) store_row(merge.report, blockIdx.x, row);
@@ -205,12 +229,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // Grid: one block per 1024 rows. All stages.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_all_rows(const __grid_constant__ MergeParameters parameters) {
-  merge_group(parameters.merge, blockIdx.x);
+  wait_for_previous();
+  merge_group(parameters, blockIdx.x);
 }
 
 // Grid: one thread. All rows in a single sum, one after another.
 extern "C" __global__ void merge_all_rows_serially(const __grid_constant__ MergeParameters parameters) {
-  const RowsToMerge& merge = parameters.merge;
+  const MergeParameters& merge = parameters;
+  wait_for_previous();
   double squares = 0.0;
   float max_abs = 0.0f;
   bool nonfinite = false;

@@ -11,8 +11,12 @@ constexpr int kThreads = 256;
 constexpr int kElementsPerThread = 4;
 constexpr int kElementsPerPass = kThreads * kElementsPerThread;
 
-// Of a step: 2048 and 4096 elements a block were no faster on an H200.
-constexpr int kElementsPerBlock = kElementsPerPass;
+// What a block of a step works on. (The macro is for benchmarks/launch_shapes.py.)
+#if !defined(FUSED_ADAMW_PASSES)
+#define FUSED_ADAMW_PASSES 1
+#endif
+constexpr int kStepPasses = FUSED_ADAMW_PASSES;
+constexpr int kElementsPerBlock = kStepPasses * kElementsPerPass;
 
 constexpr int kMaxParameterBytes = 32764;
 
@@ -120,27 +124,21 @@ struct StepParameters {
   BlockIndex<kMaxTensors<Tensor>> index;
 };
 
-// Rows in memory, and what merging them takes.
-struct RowsToMerge {
-  float* rows;
-  float* scratch;
-  float* report;  // null: they are not merged
-  long long count;
-  unsigned slot;  // of the last stage; those of the first stage's groups of rows follow
-};
-
-constexpr int kMaxGradients = kCapacity<GradientTensor, sizeof(Scalar) + sizeof(RowsToMerge) + 8>;
+constexpr int kMaxGradients = kCapacity<GradientTensor, sizeof(Scalar) + sizeof(float*)>;
 
 struct AnalyzeParameters {
   Scalar grad_scale;
-  RowsToMerge merge;
-  long long first_row;  // of block 0
+  float* rows;  // of block 0; the others follow
   GradientTensor gradients[kMaxGradients];
   BlockIndex<kMaxGradients> index;
 };
 
 struct MergeParameters {
-  RowsToMerge merge;
+  const float* rows;
+  float* scratch;
+  float* report;
+  long long count;
+  unsigned slot;
 };
 
 // 4 MiB: enough that launches in flight together never share one (see Module::next_slots).

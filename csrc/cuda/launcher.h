@@ -5,9 +5,15 @@
 #include <string>
 #include <vector>
 
+#include "launch_parameters.h"
+
 namespace fused_adamw::cuda {
 
 using Stream = void*;
+
+// When a launch may begin. Overlapping: when the blocks of the launch before it in the stream have ended,
+// without waiting until what they wrote is seen; the kernel waits for that itself (wait_for_previous).
+enum class Start { kAfterPrevious, kOverlapping };
 
 class Launcher {
  public:
@@ -15,12 +21,16 @@ class Launcher {
 
   // One launch with these parameters, which it copies.
   virtual void launch(const char* kernel, unsigned blocks, unsigned threads, Stream stream,
-                      const void* parameters, std::size_t bytes) const = 0;
+                      const void* parameters, std::size_t bytes,
+                      Start start = Start::kAfterPrevious) const = 0;
 
-  // The first of `count` counters of finished blocks for a launch on this stream (see is_last_block in
+  // The first of `count` counters of finished blocks for a launch on this stream (see all_finished in
   // device_support.cuh). Launches in flight together get different ones; a captured launch keeps its own for
   // all replays.
   virtual unsigned next_slots(Stream stream, unsigned count) const = 0;
+
+  // How many elements of a tensor a block of a step works on.
+  virtual int elements_per_step_block() const { return kElementsPerBlock; }
 
   // The index of the CUDA device; -1 where there is none.
   virtual int device() const = 0;
@@ -36,7 +46,7 @@ class Recorder : public Launcher {
   };
 
   void launch(const char* kernel, unsigned blocks, unsigned, Stream, const void* parameters,
-              std::size_t bytes) const override {
+              std::size_t bytes, Start) const override {
     launches_.push_back({kernel, blocks, std::string(static_cast<const char*>(parameters), bytes)});
   }
 

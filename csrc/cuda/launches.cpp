@@ -74,8 +74,9 @@ bool same(const GroupSettings& a, const GroupSettings& b) {
 template <typename Tensor>
 class StepBatch {
  public:
-  StepBatch(const Launcher& launcher, const StepSettings& settings, Stream stream)
-      : launcher_(launcher), stream_(stream), parameters_(new StepParameters<Tensor>) {
+  // `start` is that of the first launch; the others begin after it.
+  StepBatch(const Launcher& launcher, const StepSettings& settings, Stream stream, Start start)
+      : launcher_(launcher), stream_(stream), start_(start), parameters_(new StepParameters<Tensor>) {
     parameters_->settings = settings;
     begin_launch();
   }
@@ -87,14 +88,16 @@ class StepBatch {
     if (groups_ == 0 || !same(parameters_->groups[group_], group)) group_ = place_of(group);
     tensor.shape.group = static_cast<unsigned short>(group_);
     parameters_->tensors[cuda::add(parameters_->index, blocks_)] = tensor;
-    blocks_ += blocks_of(tensor.shape.size, kElementsPerBlock);
+    blocks_ += blocks_of(tensor.shape.size, launcher_.elements_per_step_block());
   }
 
   void flush() {
     const int tensors = parameters_->index.tensors;
     if (tensors == 0) return;
     parameters_->slot = launcher_.next_slots(stream_, static_cast<unsigned>(tensors));
-    launcher_.launch("adamw_step", blocks_, kThreads, stream_, parameters_.get(), sizeof(*parameters_));
+    launcher_.launch("adamw_step", blocks_, kThreads, stream_, parameters_.get(), sizeof(*parameters_),
+                     start_);
+    start_ = Start::kAfterPrevious;
     begin_launch();
   }
 
@@ -116,6 +119,7 @@ class StepBatch {
 
   const Launcher& launcher_;
   Stream stream_;
+  Start start_;
   unsigned blocks_ = 0;
   int groups_ = 0;
   int group_ = 0;
@@ -123,9 +127,9 @@ class StepBatch {
 };
 
 // Merging in the order of the lists [rows], [scratch], [report] that begin at `first`.
-RowsToMerge rows_to_merge(const TensorTable& table, std::size_t first) {
+MergeParameters rows_to_merge(const TensorTable& table, std::size_t first) {
   const TensorView& rows = table.tensors(first)[0];
-  RowsToMerge merge = {};
+  MergeParameters merge = {};
   merge.rows = static_cast<float*>(rows.data);
   merge.scratch = static_cast<float*>(table.tensors(first + 1)[0].data);
   merge.report = static_cast<float*>(table.tensors(first + 2)[0].data);
@@ -133,32 +137,27 @@ RowsToMerge rows_to_merge(const TensorTable& table, std::size_t first) {
   return merge;
 }
 
-void launch_merge(const Launcher& launcher, const RowsToMerge& merge, bool hierarchical, Stream stream) {
-  MergeParameters parameters = {merge};
-  if (!hierarchical || merge.count == 0) {
-    launcher.launch("merge_all_rows_serially", 1, 1, stream, &parameters, sizeof(parameters));
-  } else {
-    parameters.merge.slot = launcher.next_slots(stream, 1);
-    launcher.launch("merge_all_rows", blocks_of(merge.count, kRowsPerMerge), kThreads, stream, &parameters,
-                    sizeof(parameters));
-  }
+void launch_merge(const Launcher& launcher, const MergeParameters& merge, bool hierarchical, Stream stream,
+                  Start start) {
+  MergeParameters parameters = merge;
+  const bool serial = !hierarchical || merge.count == 0;
+  if (!serial) parameters.slot = launcher.next_slots(stream, 1);
+  launcher.launch(serial ? "merge_all_rows_serially" : "merge_all_rows",
+                  serial ? 1 : blocks_of(merge.count, kRowsPerMerge), serial ? 1 : kThreads, stream,
+                  &parameters, sizeof(parameters), start);
 }
 
 void launch_analysis(const Launcher& launcher, const std::vector<const std::vector<TensorView>*>& gradients,
-                     const Scalar& grad_scale, const RowsToMerge& merge, Stream stream) {
+                     const Scalar& grad_scale, float* rows, Stream stream) {
   const std::unique_ptr<AnalyzeParameters> parameters(new AnalyzeParameters);
   parameters->grad_scale = grad_scale;
-  parameters->merge = merge;
-  parameters->first_row = 0;
-  if (merge.report != nullptr) {
-    parameters->merge.slot = launcher.next_slots(stream, 1 + blocks_of(merge.count, kRowsPerMerge));
-  }
+  parameters->rows = rows;
   clear(parameters->index);
   unsigned blocks = 0;
   const auto flush = [&] {
     if (parameters->index.tensors == 0) return;
     launcher.launch("analyze_gradients", blocks, kThreads, stream, parameters.get(), sizeof(*parameters));
-    parameters->first_row += blocks;
+    parameters->rows += kValuesPerRow * blocks;
     clear(parameters->index);
     blocks = 0;
   };
@@ -176,8 +175,9 @@ void launch_analysis(const Launcher& launcher, const std::vector<const std::vect
 }  // namespace
 
 void step_in_place(const Launcher& launcher, const std::vector<const TensorTable*>& tables,
-                   const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream) {
-  StepBatch<InPlaceTensor> batch(launcher, settings, stream);
+                   const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream,
+                   Start start) {
+  StepBatch<InPlaceTensor> batch(launcher, settings, stream, start);
   for (std::size_t t = 0; t < tables.size(); ++t) {
     const TensorTable& table = *tables[t];
     for (std::size_t i = 0; i < table.tensors(kParams).size(); ++i) {
@@ -199,7 +199,7 @@ void step_in_place(const Launcher& launcher, const std::vector<const TensorTable
 void step_out_of_place(const Launcher& launcher, const std::vector<const TensorTable*>& olds,
                        const std::vector<const TensorTable*>& updateds, const std::vector<Scalar>& steps,
                        const GroupSettings& group, const StepSettings& settings, Stream stream) {
-  StepBatch<OutOfPlaceTensor> batch(launcher, settings, stream);
+  StepBatch<OutOfPlaceTensor> batch(launcher, settings, stream, Start::kAfterPrevious);
   for (std::size_t k = 0; k < olds.size(); ++k) {
     OutOfPlaceTensor tensor;
     tensor.param = pointer<float>(*olds[k], kParams, 0);
@@ -223,8 +223,7 @@ void step_out_of_place(const Launcher& launcher, const std::vector<const TensorT
 
 void analyze_gradients(const Launcher& launcher, const TensorTable& table, const Scalar& grad_scale,
                        Stream stream) {
-  RowsToMerge rows = {};
-  rows.rows = static_cast<float*>(table.tensors(1)[0].data);
+  auto* const rows = static_cast<float*>(table.tensors(1)[0].data);
   launch_analysis(launcher, {&table.tensors(0)}, grad_scale, rows, stream);
 }
 
@@ -232,30 +231,24 @@ void analyze_and_merge(const Launcher& launcher, const std::vector<const TensorT
                        const TensorTable& stats, const Scalar& grad_scale, bool hierarchical, Stream stream) {
   std::vector<const std::vector<TensorView>*> gradients;
   for (const TensorTable* table : tables) gradients.push_back(&table->tensors(kGrads));
-  const RowsToMerge merge = rows_to_merge(stats, 0);
-  if (hierarchical && merge.count > 0) {
-    launch_analysis(launcher, gradients, grad_scale, merge, stream);
-    return;
-  }
-  RowsToMerge rows = merge;
-  rows.report = nullptr;
-  launch_analysis(launcher, gradients, grad_scale, rows, stream);
-  launch_merge(launcher, merge, hierarchical, stream);
+  const MergeParameters merge = rows_to_merge(stats, 0);
+  launch_analysis(launcher, gradients, grad_scale, static_cast<float*>(stats.tensors(0)[0].data), stream);
+  launch_merge(launcher, merge, hierarchical, stream, Start::kOverlapping);
 }
 
 void merge_rows(const Launcher& launcher, const TensorTable& table, Stream stream) {
   const TensorView& rows = table.tensors(0)[0];
   MergeParameters parameters = {};
-  parameters.merge.rows = static_cast<float*>(rows.data);
-  parameters.merge.report = static_cast<float*>(table.tensors(1)[0].data);
-  parameters.merge.count = rows.size / kValuesPerRow;
-  if (parameters.merge.count == 0) return;
-  launcher.launch("merge_rows", blocks_of(parameters.merge.count, kRowsPerMerge), kThreads, stream,
-                  &parameters, sizeof(parameters));
+  parameters.rows = static_cast<const float*>(rows.data);
+  parameters.report = static_cast<float*>(table.tensors(1)[0].data);
+  parameters.count = rows.size / kValuesPerRow;
+  if (parameters.count == 0) return;
+  launcher.launch("merge_rows", blocks_of(parameters.count, kRowsPerMerge), kThreads, stream, &parameters,
+                  sizeof(parameters));
 }
 
 void merge_all_rows(const Launcher& launcher, const TensorTable& table, bool hierarchical, Stream stream) {
-  launch_merge(launcher, rows_to_merge(table, 0), hierarchical, stream);
+  launch_merge(launcher, rows_to_merge(table, 0), hierarchical, stream, Start::kAfterPrevious);
 }
 
 }  // namespace fused_adamw::cuda

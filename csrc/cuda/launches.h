@@ -12,9 +12,10 @@ namespace fused_adamw::cuda {
 
 // The lists of a step's table, in this order; see bindings.cpp.
 // In place: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps. groups[t] holds the options
-// of tables[t]; all tables have maxima, or none.
+// of tables[t]; all tables have maxima, or none. Overlapping: after analyze_and_merge on the same stream.
 void step_in_place(const Launcher& launcher, const std::vector<const TensorTable*>& tables,
-                   const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream);
+                   const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream,
+                   Start start);
 
 // Entry k is the one tensor of olds[k] and updateds[k] (params, grads, exp_avgs, ...), after steps[k]
 // updates.

@@ -1,6 +1,6 @@
 """The compiled kernels. They check nothing that ``torch_library/checks.py`` checks: call those first."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +38,9 @@ class TensorTable:
 
     def list_size(self, index: int) -> int:
         """The number of tensors in a list; 0 where there is no such list."""
+
+    def count_rows(self, index: int) -> int:
+        """The number of rows that the gradients in a list make."""
 
 class StepOptions:
     """The options of one group of tensors, as numbers."""
@@ -128,7 +131,13 @@ class CudaRecorder(CudaLauncher):
 class CudaModule(CudaLauncher):
     """Kernels of one cubin, loaded on one device for the life of the process."""
 
-    def __init__(self, device: int, cubin: bytes) -> None: ...
+    def __init__(self, device: int, cubin: bytes, elements_per_step_block: int = ...) -> None: ...
+
+class CudaUploadingModule(CudaLauncher):
+    """Kernels that take their parameters by pointer; ``allocate`` returns a tensor of so many bytes."""
+
+    def __init__(self, device: int, allocate: Callable[[int], Tensor]) -> None: ...
+    def add(self, kernel: str, cubin: bytes, entry: str, threads: int, shared_bytes: int) -> None: ...
 
 class CudaGroupSettings:
     """The options of one group: numbers, or tensors of one element on the device.
@@ -165,7 +174,10 @@ def cuda_step_in_place(
     tables: Sequence[TensorTable],
     groups: Sequence[CudaGroupSettings],
     settings: CudaStepSettings,
-) -> None: ...
+    after_analysis: bool = ...,
+) -> None:
+    """``after_analysis``: nothing was launched on the stream since ``cuda_analyze_and_merge``."""
+
 def cuda_step_out_of_place(
     launcher: CudaLauncher,
     olds: Sequence[TensorTable],
@@ -174,7 +186,9 @@ def cuda_step_out_of_place(
     group: CudaGroupSettings,
     settings: CudaStepSettings,
 ) -> None: ...
-def cuda_analyze_gradients(launcher: CudaLauncher, table: TensorTable, grad_scale: float | Tensor) -> None: ...
+def cuda_analyze_gradients(
+    launcher: CudaLauncher, table: TensorTable, grad_scale: float | Tensor
+) -> None: ...
 def cuda_analyze_and_merge(
     launcher: CudaLauncher,
     tables: Sequence[TensorTable],

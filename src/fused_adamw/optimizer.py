@@ -20,11 +20,11 @@ from fused_adamw.options import (
     Nonfinite,
     Scalar,
 )
-from fused_adamw.stats import GradientStats, analyze
+from fused_adamw.stats import GradientStats, analyze, merge_stats
 from fused_adamw.torch_library import adamw_scaled, checks, step_inplace
 from fused_adamw.torch_library.checks import StepLists
 from fused_adamw.torch_library.step_inplace import StepGroup
-from fused_adamw.torch_library.step_options import AmpTensors, StepOptions
+from fused_adamw.torch_library.step_options import AmpTensors, StepOptions, moved
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -187,8 +187,13 @@ class AdamW(torch.optim.Optimizer):
             record.last = (stats.report, stats.rows, [])
         elif next_stats is not None:
             record.last = next_stats
+        elif self._is_guarded():
+            if self._can_step_at_once(groups):
+                self._analyze_and_step(groups, amp)
+                return loss
+            record.last = self._analyze(groups, amp.grad_scale)
         else:
-            record.last = self._analyze(groups, amp.grad_scale) if self._is_guarded() else None
+            record.last = None
         groups = local_groups(_OP, groups)
         if record.last is None or (stats is None and not self._is_guarded()):
             step_inplace.apply(groups, amp)
@@ -243,10 +248,41 @@ class AdamW(torch.optim.Optimizer):
 
     def _analyze(self, groups: list[StepGroup], grad_scale: Scalar | None) -> _Taken:
         refuse_local_statistics(_OP, groups)
-        grads = [grad for group in groups for grad in group.lists.grads]
-        params = [param for group in groups for param in group.lists.params]
-        stats = analyze(grads, grad_scale, hierarchical=self.hierarchical_stats)
-        return stats.report, stats.rows, params
+        # Device by device; the groups of one device are next to each other in what is returned.
+        if not groups:
+            stats = analyze([], None, hierarchical=self.hierarchical_stats)
+            return stats.report, stats.rows, []
+        devices = step_inplace.by_device(groups)
+        params = [param for _, own in devices for group in own for param in group.lists.params]
+        all_stats = []
+        for device, own in devices:
+            grads = [grad for group in own for grad in group.lists.grads]
+            scale = AmpTensors(grad_scale, None).on(device).grad_scale
+            all_stats.append(analyze(grads, scale, hierarchical=self.hierarchical_stats))
+        if len(all_stats) == 1:
+            return all_stats[0].report, all_stats[0].rows, params
+        first = all_stats[0].report.device
+        reports, rows = (
+            [moved(tensor, first) for tensor in tensors]
+            for tensors in ([stats.report for stats in all_stats], [stats.rows for stats in all_stats])
+        )
+        return merge_stats(torch.stack(reports)).report, torch.cat(rows), params
+
+    def _can_step_at_once(self, groups: list[StepGroup]) -> bool:
+        """Whether nothing comes between the statistics and the step, and nothing must see the ops."""
+        return (
+            self.fused_step
+            and self.nonfinite != "error"
+            and not step_inplace.must_dispatch(groups)
+            and len(list(step_inplace.by_device(groups))) == 1
+        )
+
+    def _analyze_and_step(self, groups: list[StepGroup], amp: AmpTensors) -> None:
+        device = groups[0].lists.params[0].device
+        report, rows = adamw_scaled.analyze_and_update(
+            groups, self._guard(), amp.on(device), hierarchical=self.hierarchical_stats
+        )
+        self._record.last = (report, rows, [param for group in groups for param in group.lists.params])
 
     def _refuse_nonfinite(self) -> None:
         last = self.last_stats
@@ -269,13 +305,13 @@ class AdamW(torch.optim.Optimizer):
 
     def _step_groups(self) -> list[StepGroup]:
         return [
-            StepGroup(lists, _step_options(group))
-            for group, lists in zip(self.param_groups, self._lists_of_groups(), strict=True)
-            if lists.params
+            StepGroup(lists, _step_options(group).on(lists.params[0].device))
+            for group, parts in zip(self.param_groups, self._lists_of_groups(), strict=True)
+            for lists in parts
         ]
 
-    def _lists_of_groups(self) -> list[StepLists]:
-        """The tensors of each group's update; from the plan where that still holds."""
+    def _lists_of_groups(self) -> list[list[StepLists]]:
+        """The tensors of each group's update, device by device; from the plan where that still holds."""
         if self._plan is not None and not torch.compiler.is_compiling():
             planned = self._plan.lists(self.param_groups, self.state)
             if planned is not None:
@@ -287,7 +323,7 @@ class AdamW(torch.optim.Optimizer):
             all_lists.append(StepLists(*lists))
         if not torch.compiler.is_compiling():
             self._plan = _Plan(self.param_groups, self.state, all_lists)
-        return all_lists
+        return [_split_by_device(lists) for lists in all_lists]
 
     def _init_group(
         self,
@@ -386,8 +422,9 @@ class _GroupPlan:
         self._without_grad = [param.grad is None for param in self._params]
         self._states = [state[param] for param in lists.params]
         self._lists = lists._replace(grads=())  # a plan must not keep gradients alive
+        self._one_device = len({param.device for param in lists.params}) <= 1
 
-    def lists(self, group: dict[str, Any]) -> StepLists | None:
+    def lists(self, group: dict[str, Any]) -> list[StepLists] | None:
         """The lists with the gradients of now, or None where the plan no longer holds."""
         lists = self._lists
         grads = [param.grad for param in group["params"]]
@@ -403,7 +440,19 @@ class _GroupPlan:
             return None
         if len(lists.params) < len(grads):
             grads = [grad for grad in grads if grad is not None]
-        return lists._replace(grads=grads)
+        lists = lists._replace(grads=grads)
+        if self._one_device:
+            return [lists] if grads else []
+        return _split_by_device(lists)
+
+
+def _split_by_device(lists: StepLists) -> list[StepLists]:
+    """The lists of each device that there are parameters on."""
+    devices = list(dict.fromkeys(param.device for param in lists.params))
+    if len(devices) == 1:
+        return [lists]
+    places = [[i for i, param in enumerate(lists.params) if param.device == device] for device in devices]
+    return [StepLists(*([tensors[i] for i in own] if tensors else [] for tensors in lists)) for own in places]
 
 
 class _Plan:
@@ -424,7 +473,7 @@ class _Plan:
 
     def lists(
         self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
-    ) -> list[StepLists] | None:
+    ) -> list[list[StepLists]] | None:
         """Each group's lists with the gradients of now, or None where the plan no longer holds."""
         if (
             len(groups) != len(self._groups)

@@ -128,8 +128,7 @@ _cached_gradient_rows = lru_cache(maxsize=64)(gradient_rows)
 
 
 def _merge(rows: Tensor, hierarchical: bool) -> Tensor:
-    scratch = rows.new_empty(merge_gradient_stats.scratch_elements(rows.shape[0], hierarchical))
-    report = rows.new_empty(ROW_ELEMENTS)
+    scratch, report = merge_gradient_stats.new_storage(rows, hierarchical)
     if is_intercepted():
         torch.ops.fused_adamw.merge_gradient_stats(rows, scratch, report, hierarchical=hierarchical)
     else:

@@ -1,0 +1,152 @@
+"""How the shapes of the CUDA kernels were chosen: variants of their sources, timed side by side.
+
+    python benchmarks/launch_shapes.py [--output benchmarks/results/launch_shapes-h200.json]
+
+A variant is the source with a constant replaced. Figures are bytes per parameter at the rate of a device copy
+in the same run: analyzing must move 4 (2 for bfloat16), a step 28 (26).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import fused_adamw
+from cuda_steps import WORKLOADS, copy_rate, device_seconds
+from fused_adamw import _C, cuda_kernels, nvrtc
+from fused_adamw.stats_plan import ROW_ELEMENTS, gradient_rows
+from measure import write_json
+
+Replacement = tuple[str, str]
+ROUNDS = 5
+CALLS = 4
+
+ANALYSES: dict[str, list[Replacement]] = {
+    f"{bytes_} bytes a batch, {blocks} blocks": [
+        ("kBatchBytes = 64", f"kBatchBytes = {bytes_}"),
+        ("kAnalysesPerProcessor = 4", f"kAnalysesPerProcessor = {blocks}"),
+    ]
+    for bytes_ in (32, 64)
+    for blocks in (3, 4, 5)
+}
+_STREAMED = (
+    "*reinterpret_cast<float4*>(target) = make_float4(values[0], values[1], values[2], values[3]);",
+    "__stcs(reinterpret_cast<float4*>(target), make_float4(values[0], values[1], values[2], values[3]));",
+)
+STEPS: dict[str, list[Replacement]] = {
+    **{
+        f"{passes * 1024} elements, {blocks} blocks": [
+            ("#define FUSED_ADAMW_PASSES 1", f"#define FUSED_ADAMW_PASSES {passes}"),
+            ("return amsgrad ? 4 : 5;", f"return amsgrad ? 4 : {blocks};"),
+        ]
+        for passes, blocks in ((1, 4), (1, 5), (1, 6), (2, 2), (2, 3), (2, 4), (4, 1), (4, 2))
+    },
+    "streaming stores": [_STREAMED],
+    "streaming loads": [
+        ("*reinterpret_cast<const float4*>(source);", "__ldcs(reinterpret_cast<const float4*>(source));")
+    ],
+    "streaming stores and loads": [
+        _STREAMED,
+        ("*reinterpret_cast<const float4*>(source);", "__ldcs(reinterpret_cast<const float4*>(source));"),
+    ],
+}
+
+
+def compiled(source: str, replacements: list[Replacement], definitions: tuple[str, ...]) -> _C.CudaModule:
+    """The module of a variant; a replacement that finds nothing to replace is an error."""
+    names = (source, *cuda_kernels.HEADERS)
+    texts = {Path(name).name: (cuda_kernels.SOURCES / name).read_text() for name in names}
+    for old, new in replacements:
+        if not any(old in text for text in texts.values()):
+            raise ValueError(f"{source} no longer has {old!r}")
+        texts = {name: text.replace(old, new) for name, text in texts.items()}
+    text = texts.pop(Path(source).name)
+    architecture = _C.cuda_compute_capability(0)
+    cubin = nvrtc.compile_to_cubin(source, text, texts, architecture, definitions)[0]
+    passes = re.search(r"define FUSED_ADAMW_PASSES (\d)", texts["launch_parameters.h"])
+    assert passes is not None
+    return _C.CudaModule(0, cubin, int(passes[1]) * 1024)
+
+
+def medians(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(ROUNDS):
+        for name in list(calls)[:: 1 if turn % 2 == 0 else -1]:
+            calls[name]()
+            found[name] += [device_seconds(calls[name]) for _ in range(CALLS)]
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def variants(sizes: list[int], dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Calls of every variant on tensors of these sizes, which all share."""
+    lists = [[torch.randn(size, device="cuda") for size in sizes] for _ in range(4)]
+    lists[1] = [grad.to(dtype) for grad in lists[1]]
+    lists[3] = [exp_avg_sq.square_() for exp_avg_sq in lists[3]]
+    steps = [torch.zeros((), device="cuda") for _ in sizes]
+    written = [True, False, True, True, True, True]
+    table = _C.TensorTable("launch_shapes", [*lists, [], steps], written)
+    count = gradient_rows(sizes)
+    rows = torch.empty(count, ROW_ELEMENTS, device="cuda")
+    grads = _C.TensorTable("launch_shapes", [lists[1], [rows]], [False, True])
+    kept = (lists, steps, rows)
+
+    def call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
+        return lambda: (function(*arguments), kept)[0]
+
+    calls: dict[str, Callable[[], object]] = {}
+    for name, replacements in ANALYSES.items():
+        module = compiled(cuda_kernels.STATS, replacements, ())
+        calls[f"analyze: {name}"] = call(_C.cuda_analyze_gradients, module, grads, 1.0)
+    group = _C.CudaGroupSettings(1e-3, 0.9, 0.999, 0.01, 1e-8, False)
+    settings = _C.CudaStepSettings(1.0, 0.0, 1.0, None, -1.0, 1e-6)
+    for name, replacements in STEPS.items():
+        definitions = cuda_kernels.step_definitions(in_place=True, amsgrad=False)
+        module = compiled(cuda_kernels.STEP, replacements, definitions)
+        calls[f"step: {name}"] = call(_C.cuda_step_in_place, module, [table], [group], settings)
+    return calls
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    output = parser.parse_args().output
+    rate = copy_rate()
+    figures: dict[str, dict[str, float]] = {}
+    for work in ("GPT-2 124M", "Llama 1.2B"):
+        for dtype in (torch.float32, torch.bfloat16):
+            sizes = WORKLOADS[work]
+            seconds = medians(variants(sizes, dtype))
+            kind = str(dtype).removeprefix("torch.")
+            figures[f"{work}, {kind}"] = {k: v / sum(sizes) * rate for k, v in seconds.items()}
+            torch.cuda.empty_cache()
+    table = Table(title=f"Bytes per parameter, {torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s")
+    table.add_column("variant")
+    for work in figures:
+        table.add_column(work, justify="right")
+    for name in next(iter(figures.values())):
+        table.add_row(name, *(f"{found[name]:.2f}" for found in figures.values()))
+    Console(width=150).print(table)
+    if output is not None:
+        conditions = {
+            "date": date.today().isoformat(),
+            "card": torch.cuda.get_device_name(),
+            "nvrtc": ".".join(map(str, nvrtc.version())),
+            "torch": torch.__version__,
+            "fused_adamw": fused_adamw.__version__,
+            "copy_bytes_per_second": rate,
+        }
+        write_json(output, {"conditions": conditions, "bytes_per_parameter": figures})
+
+
+if __name__ == "__main__":
+    main()
