@@ -166,7 +166,7 @@ def test_one_stage_of_merging(interpreter: Interpreter, count: int) -> None:
 
 @pytest.mark.parametrize("hierarchical", [True, False])
 def test_analysis_and_report_at_once(interpreter: Interpreter, hierarchical: bool) -> None:
-    """Hierarchical: in two launches, whose programs merge two groups of rows, and one of them the groups."""
+    """Hierarchical: two launches of the analysis, and two groups of rows."""
     number = _C.CUDA_LAYOUT["AnalyzeParameters.capacity"] + 1 if hierarchical else 20
     grads = [wide_sample(40000).grad.nan_to_num(0.0)]
     grads += [normal_sample(1 + i % 4, seed=i).grad for i in range(1, number)]
@@ -185,6 +185,6 @@ def test_analysis_and_report_at_once(interpreter: Interpreter, hierarchical: boo
         run(*found)
     run(*expected)
     assert_same_lists([found], [expected])
-    second = ("analyze_gradients", 1) if hierarchical else ("merge_all_rows_serially", 1)
-    first = ("analyze_gradients", count - 1 if hierarchical else count)
-    assert interpreter.launches[launches:] == [first, second]
+    analyses = [count - 1, 1] if hierarchical else [count]
+    merging = ("merge_all_rows", 2) if hierarchical else ("merge_all_rows_serially", 1)
+    assert interpreter.launches[launches:] == [*(("analyze_gradients", n) for n in analyses), merging]

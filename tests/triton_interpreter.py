@@ -63,8 +63,8 @@ class Interpreter:
             return pending[-1][0]
 
         def through_the_interpreter(name: str) -> Any:
-            def call(*arguments: Any) -> Any:
-                result = getattr(cuda, name)(*arguments)
+            def call(*arguments: Any, **options: Any) -> Any:
+                result = getattr(cuda, name)(*arguments, **options)
                 while pending:
                     recorded, variant = pending.pop(0)
                     self.run(recorded, **variant)

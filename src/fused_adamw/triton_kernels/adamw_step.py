@@ -3,7 +3,7 @@
 A program updates 1024 elements of one tensor, as a block of ``csrc/cuda/adamw_step.cu`` does. It first forms
 the scalars of the tensor in float64 from what lies on the device: elements that were under way meanwhile
 would take 74 registers instead of 48, and so programs from a multiprocessor. The last program of a tensor to
-finish advances its step counter, when all have read it.
+have read its step counter advances it.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ def _elements(tensor, start, OFFSET: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT
 def _update_block(
     scalars,
     skip,
+    counter,
     tensor,
     start,
     size,
@@ -151,6 +152,8 @@ def _update_block(
     WHOLE: tl.constexpr,
 ):
     """Updates elements from ``start`` on; in place, a skipped update writes nothing.
+
+    Returns how many programs of the tensor came before this one (in place).
 
     ``WHOLE``: all 1024 are there, and their addresses allow accesses of 16 bytes (8 for 16-bit gradients).
     Every mask is then the same for all of them, which keeps those accesses whole.
@@ -184,6 +187,12 @@ def _update_block(
         maximum_pointers = _elements(tensor, start, MAX_EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
         maximum = tl.load(maximum_pointers, mask=state, other=0.0)
 
+    before = 0
+    if IN_PLACE:
+        # Every thread has read the counter of steps. The answer comes while the elements are under way.
+        tl.debug_barrier()
+        before = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+
     if skip == 0:
         grad = tl.where(code == GRAD_FLOAT16, half_to_float32(half_grad), grad)
         grad = tl.where(code == GRAD_BFLOAT16, bfloat16_to_float32(half_grad), grad)
@@ -201,6 +210,7 @@ def _update_block(
         if AMSGRAD:
             maximum_pointers = _elements(tensor, start, NEW_MAX_EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
             tl.store(maximum_pointers, maximum, mask=inside)
+    return before
 
 
 @triton.jit
@@ -216,17 +226,15 @@ def adamw_step(parameters, finished_blocks, IN_PLACE: tl.constexpr, AMSGRAD: tl.
     tensor = parameters + TENSORS[IN_PLACE] + index * TENSOR_BYTES[IN_PLACE]
     size = load_int64(tensor + SHAPE[IN_PLACE], SHAPE_SIZE)
     scalars, skip = _read_scalars(parameters, tensor, IN_PLACE)
+    counter = finished_blocks + load_int32(parameters, SLOT[IN_PLACE]) + index
     start = block.to(tl.int64) * BLOCK
     if load_flag(tensor + SHAPE[IN_PLACE], SHAPE_VECTORISED) & (start + BLOCK <= size):
-        _update_block(scalars, skip, tensor, start, size, IN_PLACE, AMSGRAD, True)
+        before = _update_block(scalars, skip, counter, tensor, start, size, IN_PLACE, AMSGRAD, True)
     else:
-        _update_block(scalars, skip, tensor, start, size, IN_PLACE, AMSGRAD, False)
+        before = _update_block(scalars, skip, counter, tensor, start, size, IN_PLACE, AMSGRAD, False)
     if IN_PLACE:
-        # Every thread has read the counter. The atomic orders nothing else: the elements are not read again.
-        tl.debug_barrier()
-        counter = finished_blocks + load_int32(parameters, SLOT[IN_PLACE]) + index
         blocks = ((size + (BLOCK - 1)) // BLOCK).to(tl.int32)
-        if tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") + 1 == blocks:
+        if before + 1 == blocks:
             tl.store(counter, 0)
             if skip == 0:
                 step = load_pointer(tensor, STEP[IN_PLACE], tl.float32)

@@ -37,8 +37,7 @@ MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 
 CAPACITY = tl.constexpr(CUDA_LAYOUT["AnalyzeParameters.capacity"])
 GRAD_SCALE = tl.constexpr(CUDA_LAYOUT["AnalyzeParameters.grad_scale"])
-ANALYZE_MERGE = tl.constexpr(CUDA_LAYOUT["AnalyzeParameters.merge"])
-FIRST_ROW = tl.constexpr(CUDA_LAYOUT["AnalyzeParameters.first_row"])
+ANALYZE_ROWS = tl.constexpr(CUDA_LAYOUT["AnalyzeParameters.rows"])
 GRADIENTS = tl.constexpr(CUDA_LAYOUT["AnalyzeParameters.gradients"])
 FIRST_OF_RUN = tl.constexpr(CUDA_LAYOUT["AnalyzeParameters.index.first_of_run"])
 FIRST = tl.constexpr(CUDA_LAYOUT["AnalyzeParameters.index.first"])
@@ -46,12 +45,11 @@ GRADIENT_BYTES = tl.constexpr(CUDA_LAYOUT["GradientTensor"])
 GRADIENT_GRAD = tl.constexpr(CUDA_LAYOUT["GradientTensor.grad"])
 GRADIENT_SHAPE = tl.constexpr(CUDA_LAYOUT["GradientTensor.shape"])
 
-PARAMETERS_MERGE = tl.constexpr(CUDA_LAYOUT["MergeParameters.merge"])
-MERGE_ROWS = tl.constexpr(CUDA_LAYOUT["RowsToMerge.rows"])
-MERGE_SCRATCH = tl.constexpr(CUDA_LAYOUT["RowsToMerge.scratch"])
-MERGE_REPORT = tl.constexpr(CUDA_LAYOUT["RowsToMerge.report"])
-MERGE_COUNT = tl.constexpr(CUDA_LAYOUT["RowsToMerge.count"])
-MERGE_SLOT = tl.constexpr(CUDA_LAYOUT["RowsToMerge.slot"])
+MERGE_ROWS = tl.constexpr(CUDA_LAYOUT["MergeParameters.rows"])
+MERGE_SCRATCH = tl.constexpr(CUDA_LAYOUT["MergeParameters.scratch"])
+MERGE_REPORT = tl.constexpr(CUDA_LAYOUT["MergeParameters.report"])
+MERGE_COUNT = tl.constexpr(CUDA_LAYOUT["MergeParameters.count"])
+MERGE_SLOT = tl.constexpr(CUDA_LAYOUT["MergeParameters.slot"])
 
 
 @triton.jit
@@ -200,8 +198,8 @@ def _merge_group(merge, finished_blocks, group):
 def analyze_gradients(parameters, finished_blocks):
     """Grid: one program per row of ``AnalyzeParameters``.
 
-    Where a report is asked for, the last program of each 1024 rows to finish merges them. From the last row
-    to the first: a step, which begins at the front, then finds what was read last in the second-level cache.
+    From the last row to the first: a step, which begins at the front, then finds what was read last in the
+    second-level cache.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     index, block_of_tensor = find_tensor(parameters, block, FIRST_OF_RUN, FIRST, CAPACITY)
@@ -220,39 +218,30 @@ def analyze_gradients(parameters, finished_blocks):
     else:
         lanes = _sum_row(address, first, count, vectorised, inverse_scale, GRAD_FLOAT32)
     squares, max_bits, nonfinite = _reduce(lanes[0], lanes[1], lanes[2])
-    merge = parameters + ANALYZE_MERGE
-    row = load_int64(parameters, FIRST_ROW) + block
-    store_row(load_pointer(merge, MERGE_ROWS, tl.float32), row, squares, max_bits, nonfinite)
-    if load_int64(merge, MERGE_REPORT) != 0:
-        group = row // LANES
-        rows = tl.minimum(load_int64(merge, MERGE_COUNT) - group * LANES, LANES)
-        counter = finished_blocks + load_int32(merge, MERGE_SLOT) + 1 + group
-        if _all_finished(counter, rows.to(tl.int32)):
-            _merge_group(merge, finished_blocks, group)
+    rows = load_pointer(parameters, ANALYZE_ROWS, tl.float32)
+    store_row(rows, block.to(tl.int64), squares, max_bits, nonfinite)
 
 
 @triton.jit
 def merge_rows(parameters, finished_blocks):
     """Grid: one program per 1024 rows of ``MergeParameters``. One stage."""
-    merge = parameters + PARAMETERS_MERGE
     group = tl.program_id(0).to(tl.int64)
-    rows = load_pointer(merge, MERGE_ROWS, tl.float32) + 3 * group * LANES
-    count = load_int64(merge, MERGE_COUNT) - group * LANES
-    _merge_block(rows, count, load_pointer(merge, MERGE_REPORT, tl.float32), group)
+    rows = load_pointer(parameters, MERGE_ROWS, tl.float32) + 3 * group * LANES
+    count = load_int64(parameters, MERGE_COUNT) - group * LANES
+    _merge_block(rows, count, load_pointer(parameters, MERGE_REPORT, tl.float32), group)
 
 
 @triton.jit
 def merge_all_rows(parameters, finished_blocks):
     """Grid: one program per 1024 rows of ``MergeParameters``. All stages."""
-    _merge_group(parameters + PARAMETERS_MERGE, finished_blocks, tl.program_id(0).to(tl.int64))
+    _merge_group(parameters, finished_blocks, tl.program_id(0).to(tl.int64))
 
 
 @triton.jit
 def merge_all_rows_serially(parameters, finished_blocks):
     """Grid: one program. All rows in a single sum, one after another."""
-    merge = parameters + PARAMETERS_MERGE
-    row = load_pointer(merge, MERGE_ROWS, tl.float32)
-    remaining = load_int64(merge, MERGE_COUNT)
+    row = load_pointer(parameters, MERGE_ROWS, tl.float32)
+    remaining = load_int64(parameters, MERGE_COUNT)
     squares = tl.full((), 0.0, tl.float64)
     max_abs = tl.full((), 0.0, tl.float32)
     nonfinite = tl.full((), 0, tl.int32)
@@ -263,5 +252,5 @@ def merge_all_rows_serially(parameters, finished_blocks):
         nonfinite |= (tl.load(row + 2) != 0.0).to(tl.int32)
         row += 3
         remaining -= 1
-    report = load_pointer(merge, MERGE_REPORT, tl.float32)
+    report = load_pointer(parameters, MERGE_REPORT, tl.float32)
     store_row(report, 0, squares, max_abs.to(tl.uint32, bitcast=True), nonfinite)
