@@ -70,6 +70,7 @@ std::map<std::string, long long> launch_layout() {
       FUSED_ADAMW_OFFSET(InPlaceParameters, tensors),
       FUSED_ADAMW_OFFSET(InPlaceParameters, slot),
       FUSED_ADAMW_OFFSET(InPlaceParameters, index.tensors),
+      FUSED_ADAMW_OFFSET(InPlaceParameters, index.first_of_run),
       FUSED_ADAMW_OFFSET(InPlaceParameters, index.first),
       {"InPlaceParameters.capacity", kMaxTensors<InPlaceTensor>},
       FUSED_ADAMW_SIZE(OutOfPlaceParameters),
@@ -78,6 +79,7 @@ std::map<std::string, long long> launch_layout() {
       FUSED_ADAMW_OFFSET(OutOfPlaceParameters, tensors),
       FUSED_ADAMW_OFFSET(OutOfPlaceParameters, slot),
       FUSED_ADAMW_OFFSET(OutOfPlaceParameters, index.tensors),
+      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, index.first_of_run),
       FUSED_ADAMW_OFFSET(OutOfPlaceParameters, index.first),
       {"OutOfPlaceParameters.capacity", kMaxTensors<OutOfPlaceTensor>},
       FUSED_ADAMW_SIZE(GradientTensor),
@@ -93,12 +95,14 @@ std::map<std::string, long long> launch_layout() {
       FUSED_ADAMW_OFFSET(AnalyzeParameters, rows),
       FUSED_ADAMW_OFFSET(AnalyzeParameters, gradients),
       FUSED_ADAMW_OFFSET(AnalyzeParameters, index.tensors),
+      FUSED_ADAMW_OFFSET(AnalyzeParameters, index.first_of_run),
       FUSED_ADAMW_OFFSET(AnalyzeParameters, index.first),
       {"AnalyzeParameters.capacity", kMaxGradients},
       FUSED_ADAMW_SIZE(MergeParameters),
       FUSED_ADAMW_CONSTANT(kElementsPerBlock),
       FUSED_ADAMW_CONSTANT(kElementsPerRow),
       FUSED_ADAMW_CONSTANT(kLanes),
+      FUSED_ADAMW_CONSTANT(kIndexRun),
   };
 #undef FUSED_ADAMW_SIZE
 #undef FUSED_ADAMW_OFFSET

@@ -12,3 +12,7 @@ class NonfiniteGradientError(RuntimeError):
     def naming(cls, op: str, names: Sequence[str]) -> NonfiniteGradientError:
         """The error that names the gradients; nothing has been written when it is raised."""
         return cls(f"{op}: NaN or infinity in {', '.join(names)}; nothing was updated")
+
+
+class CompilerError(RuntimeError):
+    """A compiler is missing, or refused a kernel; the message holds its log."""

@@ -8,10 +8,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-
-class CompilerError(RuntimeError):
-    """A compiler is missing, or refused a kernel; the message holds its log."""
-
+from fused_adamw.errors import CompilerError as CompilerError
 
 # What the bits depend on: no contraction; division, square roots and subnormals as IEEE has them (the
 # default, written down so that no other default can change them).

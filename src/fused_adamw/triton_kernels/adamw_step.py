@@ -1,0 +1,241 @@
+"""The AdamW / AMSGrad step: 28 bytes per parameter (36 with AMSGrad), 2 fewer for 16-bit gradients.
+
+A program updates 1024 elements of one tensor, as a block of ``csrc/cuda/adamw_step.cu`` does. It first forms
+the scalars of the tensor in float64 from what lies on the device: elements that were under way meanwhile
+would take 74 registers instead of 48, and so programs from a multiprocessor. The last program of a tensor to
+have read its step counter advances it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fused_adamw._C import CUDA_LAYOUT
+from fused_adamw.triton_kernels.formula import (
+    INFINITY_BITS,
+    adamw_update,
+    complement,
+    decay_factor,
+    inverse_grad_scale,
+    lane_values,
+    quotients,
+)
+from fused_adamw.triton_kernels.parameters import (
+    GRAD_BFLOAT16,
+    GRAD_FLOAT16,
+    GRAD_FLOAT32,
+    SHAPE_GRAD,
+    SHAPE_GROUP,
+    SHAPE_SIZE,
+    SHAPE_VECTORISED,
+    bfloat16_to_float32,
+    find_tensor,
+    half_to_float32,
+    load_flag,
+    load_float64,
+    load_int32,
+    load_int64,
+    load_pointer,
+    load_scalar,
+)
+
+BLOCK = tl.constexpr(CUDA_LAYOUT["kElementsPerBlock"])
+
+SETTINGS_GRAD_SCALE = tl.constexpr(CUDA_LAYOUT["StepSettings.grad_scale"])
+SETTINGS_FOUND_INF = tl.constexpr(CUDA_LAYOUT["StepSettings.found_inf"])
+SETTINGS_CLIP = tl.constexpr(CUDA_LAYOUT["StepSettings.clip"])
+SETTINGS_REPORT = tl.constexpr(CUDA_LAYOUT["StepSettings.report"])
+SETTINGS_MAX_NORM = tl.constexpr(CUDA_LAYOUT["StepSettings.max_norm"])
+SETTINGS_NORM_EPSILON = tl.constexpr(CUDA_LAYOUT["StepSettings.norm_epsilon"])
+
+GROUP_BYTES = tl.constexpr(CUDA_LAYOUT["GroupSettings"])
+GROUP_LR = tl.constexpr(CUDA_LAYOUT["GroupSettings.lr"])
+GROUP_BETA1 = tl.constexpr(CUDA_LAYOUT["GroupSettings.beta1"])
+GROUP_BETA2 = tl.constexpr(CUDA_LAYOUT["GroupSettings.beta2"])
+GROUP_WEIGHT_DECAY = tl.constexpr(CUDA_LAYOUT["GroupSettings.weight_decay"])
+GROUP_EPS = tl.constexpr(CUDA_LAYOUT["GroupSettings.eps"])
+GROUP_MAXIMIZE = tl.constexpr(CUDA_LAYOUT["GroupSettings.maximize"])
+
+
+def _both(name: str, in_place_name: str | None = None) -> tl.constexpr:
+    """An entry of the layout for a step out of place and for one in place: choose with ``[IN_PLACE]``."""
+    own = CUDA_LAYOUT[f"OutOfPlace{name}"], CUDA_LAYOUT[f"InPlace{in_place_name or name}"]
+    return tl.constexpr(own)
+
+
+CAPACITY = _both("Parameters.capacity")
+SETTINGS = _both("Parameters.settings")
+GROUPS = _both("Parameters.groups")
+TENSORS = _both("Parameters.tensors")
+SLOT = _both("Parameters.slot")
+FIRST_OF_RUN = _both("Parameters.index.first_of_run")
+FIRST = _both("Parameters.index.first")
+
+TENSOR_BYTES = _both("Tensor")
+SHAPE = _both("Tensor.shape")
+STEP = _both("Tensor.step")
+GRAD = _both("Tensor.grad")
+PARAM = _both("Tensor.param")
+EXP_AVG = _both("Tensor.exp_avg")
+EXP_AVG_SQ = _both("Tensor.exp_avg_sq")
+MAX_EXP_AVG_SQ = _both("Tensor.max_exp_avg_sq")
+NEW_PARAM = _both("Tensor.new_param", "Tensor.param")
+NEW_EXP_AVG = _both("Tensor.new_exp_avg", "Tensor.exp_avg")
+NEW_EXP_AVG_SQ = _both("Tensor.new_exp_avg_sq", "Tensor.exp_avg_sq")
+NEW_MAX_EXP_AVG_SQ = _both("Tensor.new_max_exp_avg_sq", "Tensor.max_exp_avg_sq")
+
+
+@triton.jit
+def _read_scalars(parameters, tensor, IN_PLACE: tl.constexpr):
+    """The scalars of a tensor's update, and whether nothing is to be updated.
+
+    Each option becomes float32 as soon as it is read: float64 values kept for later would cost registers.
+    """
+    settings = parameters + SETTINGS[IN_PLACE]
+    group_index = tl.load((tensor + SHAPE[IN_PLACE] + SHAPE_GROUP).to(tl.pointer_type(tl.uint16)))
+    group = parameters + GROUPS[IN_PLACE] + group_index.to(tl.int32) * GROUP_BYTES
+
+    inverse_scale = inverse_grad_scale(load_scalar(settings, SETTINGS_GRAD_SCALE))
+    infinity = tl.full((), INFINITY_BITS, tl.int32).to(tl.float32, bitcast=True)
+    # The host refuses such a scale where it can see it; both comparisons fail for a NaN.
+    skip = ((inverse_scale > 0.0) & (inverse_scale < infinity)) == 0
+    inverse_scale = tl.where(load_flag(group, GROUP_MAXIMIZE), -inverse_scale, inverse_scale)
+    skip |= load_scalar(settings, SETTINGS_FOUND_INF) != 0.0
+    report = load_pointer(settings, SETTINGS_REPORT, tl.float32)
+    guarded = report.to(tl.int64) != 0
+    skip |= tl.load(report + 2, mask=guarded, other=0.0) != 0.0
+    if IN_PLACE:
+        done = tl.load(load_pointer(tensor, STEP[IN_PLACE], tl.float32)).to(tl.int64)
+    else:
+        done = load_scalar(tensor, STEP[IN_PLACE]).to(tl.int64)
+
+    lr = load_scalar(group, GROUP_LR)
+    decay = decay_factor(lr, load_float64(group, GROUP_WEIGHT_DECAY))
+    beta1 = load_scalar(group, GROUP_BETA1)
+    beta1_complement = complement(beta1)
+    beta2 = load_scalar(group, GROUP_BETA2)
+    beta2_complement = complement(beta2)
+    max_norm = tl.where(guarded, load_float64(settings, SETTINGS_MAX_NORM), -1.0)
+    corrections = quotients(
+        lane_values(lr, 1.0, max_norm),
+        lane_values(beta1, beta2, beta2),
+        done + 1,
+        tl.load(report, mask=guarded, other=0.0),
+        tl.load(report + 1, mask=guarded, other=0.0),
+        max_norm,
+        load_float64(settings, SETTINGS_NORM_EPSILON),
+        load_float64(settings, SETTINGS_CLIP),
+    )
+    eps = load_float64(group, GROUP_EPS).to(tl.float32)
+    beta2 = beta2.to(tl.float32)
+    return (inverse_scale, decay, beta1_complement, beta2, beta2_complement, eps, corrections), skip
+
+
+@triton.jit
+def _elements(tensor, start, OFFSET: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Pointers to 1024 elements of a member from ``start`` on, which lies at a multiple of so many bytes."""
+    first = load_pointer(tensor, OFFSET, TYPE) + start
+    return tl.multiple_of(first, ALIGNMENT) + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _update_block(
+    scalars,
+    skip,
+    counter,
+    tensor,
+    start,
+    size,
+    IN_PLACE: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Updates elements from ``start`` on; in place, a skipped update writes nothing.
+
+    Returns how many programs of the tensor came before this one (in place).
+
+    ``WHOLE``: all 1024 are there, and their addresses allow accesses of 16 bytes (8 for 16-bit gradients).
+    Every mask is then the same for all of them, which keeps those accesses whole.
+    """
+    ALIGNMENT: tl.constexpr = 16 if WHOLE else 4
+    HALF_ALIGNMENT: tl.constexpr = 8 if WHOLE else 2
+    lanes = tl.arange(0, BLOCK)
+    if WHOLE:
+        inside = tl.full((BLOCK,), True, tl.int1)
+    else:
+        inside = lanes < tl.minimum(size - start, BLOCK).to(tl.int32)
+    code = tl.broadcast_to(tl.load(tensor + SHAPE[IN_PLACE] + SHAPE_GRAD), (BLOCK,))
+    # Null moments are zeros.
+    state = inside
+    if not IN_PLACE:
+        state &= tl.broadcast_to(load_int64(tensor, EXP_AVG[IN_PLACE]), (BLOCK,)) != 0
+
+    param_pointers = _elements(tensor, start, PARAM[IN_PLACE], tl.float32, ALIGNMENT)
+    grad_pointers = _elements(tensor, start, GRAD[IN_PLACE], tl.float32, ALIGNMENT)
+    half_pointers = _elements(tensor, start, GRAD[IN_PLACE], tl.int16, HALF_ALIGNMENT)
+    exp_avg_pointers = _elements(tensor, start, EXP_AVG[IN_PLACE], tl.float32, ALIGNMENT)
+    exp_avg_sq_pointers = _elements(tensor, start, EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
+    param = tl.load(param_pointers, mask=inside, other=0.0)
+    # Both widths without a branch: no conversion waits for its load before the other loads are under way.
+    grad = tl.load(grad_pointers, mask=inside & (code == GRAD_FLOAT32), other=0.0)
+    half_grad = tl.load(half_pointers, mask=inside & (code != GRAD_FLOAT32), other=0)
+    exp_avg = tl.load(exp_avg_pointers, mask=state, other=0.0)
+    exp_avg_sq = tl.load(exp_avg_sq_pointers, mask=state, other=0.0)
+    maximum = exp_avg_sq
+    if AMSGRAD:
+        maximum_pointers = _elements(tensor, start, MAX_EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
+        maximum = tl.load(maximum_pointers, mask=state, other=0.0)
+
+    before = 0
+    if IN_PLACE:
+        # Every thread has read the counter of steps. The answer comes while the elements are under way.
+        tl.debug_barrier()
+        before = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+
+    if skip == 0:
+        grad = tl.where(code == GRAD_FLOAT16, half_to_float32(half_grad), grad)
+        grad = tl.where(code == GRAD_BFLOAT16, bfloat16_to_float32(half_grad), grad)
+        param, exp_avg, exp_avg_sq, maximum = adamw_update(
+            param, grad, exp_avg, exp_avg_sq, maximum, scalars, AMSGRAD
+        )
+
+    if (not IN_PLACE) or skip == 0:
+        param_pointers = _elements(tensor, start, NEW_PARAM[IN_PLACE], tl.float32, ALIGNMENT)
+        exp_avg_pointers = _elements(tensor, start, NEW_EXP_AVG[IN_PLACE], tl.float32, ALIGNMENT)
+        exp_avg_sq_pointers = _elements(tensor, start, NEW_EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
+        tl.store(param_pointers, param, mask=inside)
+        tl.store(exp_avg_pointers, exp_avg, mask=inside)
+        tl.store(exp_avg_sq_pointers, exp_avg_sq, mask=inside)
+        if AMSGRAD:
+            maximum_pointers = _elements(tensor, start, NEW_MAX_EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
+            tl.store(maximum_pointers, maximum, mask=inside)
+    return before
+
+
+@triton.jit
+def adamw_step(parameters, finished_blocks, IN_PLACE: tl.constexpr, AMSGRAD: tl.constexpr):
+    """Grid: one program per 1024 elements of each tensor of ``StepParameters``."""
+    index, block = find_tensor(
+        parameters,
+        tl.program_id(0),
+        FIRST_OF_RUN[IN_PLACE],
+        FIRST[IN_PLACE],
+        CAPACITY[IN_PLACE],
+    )
+    tensor = parameters + TENSORS[IN_PLACE] + index * TENSOR_BYTES[IN_PLACE]
+    size = load_int64(tensor + SHAPE[IN_PLACE], SHAPE_SIZE)
+    scalars, skip = _read_scalars(parameters, tensor, IN_PLACE)
+    counter = finished_blocks + load_int32(parameters, SLOT[IN_PLACE]) + index
+    start = block.to(tl.int64) * BLOCK
+    if load_flag(tensor + SHAPE[IN_PLACE], SHAPE_VECTORISED) & (start + BLOCK <= size):
+        before = _update_block(scalars, skip, counter, tensor, start, size, IN_PLACE, AMSGRAD, True)
+    else:
+        before = _update_block(scalars, skip, counter, tensor, start, size, IN_PLACE, AMSGRAD, False)
+    if IN_PLACE:
+        blocks = ((size + (BLOCK - 1)) // BLOCK).to(tl.int32)
+        if before + 1 == blocks:
+            tl.store(counter, 0)
+            if skip == 0:
+                step = load_pointer(tensor, STEP[IN_PLACE], tl.float32)
+                tl.store(step, tl.load(step) + 1.0)
