@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import fused_adamw
+from fused_adamw.cuda_kernels import COMPILERS
 from fused_adamw.torch_library import checks
 
 # The same examples in every run: a failure is a change of the code, and nothing is kept between runs.
@@ -18,12 +20,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("fused_adamw")
 
 
-@pytest.fixture(scope="session", params=checks.BACKENDS)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each device that this version has kernels for."""
-    if request.param == "cuda" and not torch.cuda.is_available():
+@pytest.fixture(scope="session", params=["cpu", *(f"cuda-{name}" for name in COMPILERS)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Each device that this version has kernels for, a CUDA device once with each compiler."""
+    kind, _, compiler = request.param.partition("-")
+    assert kind in checks.BACKENDS
+    if kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    return torch.empty(0, device=request.param).device
+    if compiler == "ptx" and importlib.util.find_spec("triton") is None:
+        pytest.skip("blocked: Triton is not installed")
+    fused_adamw.set_cuda_compiler(compiler or None)
+    yield torch.empty(0, device=kind).device
+    fused_adamw.set_cuda_compiler(None)
 
 
 @pytest.fixture

@@ -15,12 +15,16 @@ from typing import Any
 import pytest
 
 from fused_adamw import errors, nvrtc
+from fused_adamw._C import CUDA_LAYOUT
 from fused_adamw.triton_kernels import compiler
 
 triton = pytest.importorskip("triton", reason="blocked: Triton is not installed")
 
 # Ampere, Hopper and the two Blackwells, as for NVRTC.
 ARCHITECTURES = (80, 90, 100, 120)
+
+# Accesses of a thread to each array of a block: 256 threads of four elements.
+PASSES = CUDA_LAYOUT["kElementsPerBlock"] // 1024
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{
@@ -71,9 +75,8 @@ def test_every_variant_compiles_without_local_memory(variant: str, architecture:
     # Spilled registers lie on the stack.
     assert " STACK:0 " in usage
     assert " LOCAL:0 " in usage
-    # Four blocks of 256 threads fit on a multiprocessor, which has 65,536 registers.
-    if variant.startswith("step"):
-        assert int(re.search(r"REG:(\d+)", usage)[1]) <= 64  # type: ignore[index]
+    # Two blocks of 256 threads fit on a multiprocessor, which has 65,536 registers.
+    assert int(re.search(r"REG:(\d+)", usage)[1]) <= 128  # type: ignore[index]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -89,7 +92,7 @@ def test_every_operation_rounds_as_ieee_has_it(variant: str, architecture: int) 
     # NaNs: a select for each result of each element, in both paths.
     if step:
         results = 4 if "amsgrad=True" in variant else 3
-        assert count(r"selp\.[bf]32\s.*(0f7FC00000|2143289344)", ptx) == 2 * 4 * results
+        assert count(r"selp\.[bf]32\s.*(0f7FC00000|2143289344)", ptx) == 2 * 4 * PASSES * results
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -97,9 +100,11 @@ def test_every_operation_rounds_as_ieee_has_it(variant: str, architecture: int) 
 def test_whole_blocks_of_a_step_take_wide_accesses(variant: str, architecture: int) -> None:
     ptx = compiled(variant, architecture).ptx
     amsgrad = "amsgrad=True" in variant
-    assert count(r"ld\.global\.v4\.b32", ptx) == 4 + amsgrad
-    assert count(r"ld\.global\.v2\.b32|ld\.global\.v4\.b16", ptx) == 1
-    assert count(r"st\.global\.v4\.b32", ptx) == 3 + amsgrad
+    # Of 16-bit gradients, those of two passes may lie side by side.
+    narrow = count(r"ld\.global\.v2\.b32|ld\.global\.v4\.b16", ptx)
+    wide = count(r"ld\.global\.v4\.b32", ptx)
+    assert (wide, narrow) in {((4 + amsgrad) * PASSES, PASSES), ((4 + amsgrad) * PASSES + PASSES // 2, 0)}
+    assert count(r"st\.global\.v4\.b32", ptx) == (3 + amsgrad) * PASSES
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

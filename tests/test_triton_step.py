@@ -29,6 +29,7 @@ from cases import (
     wide_sample,
 )
 from fused_adamw import _C
+from fused_adamw._C import CUDA_LAYOUT
 from fused_adamw.torch_library import checks, step, step_inplace
 from fused_adamw.torch_library.step_inplace import StepGroup
 from fused_adamw.torch_library.step_options import AmpTensors, StepOptions
@@ -39,7 +40,8 @@ from triton_interpreter import Interpreter, assert_same_lists, clones
 
 ops = torch.ops.fused_adamw
 
-SIZES = (1, 31, 32, 33, 127, 255, 256, 257, 1023, 1024, 1025, 4097, 16385)
+BLOCK = CUDA_LAYOUT["kElementsPerBlock"]
+SIZES = (1, 31, 32, 33, 127, 255, 256, 257, 1023, 1024, 1025, BLOCK - 1, BLOCK, BLOCK + 1, 4097, 16385)
 NO_AMP = AmpTensors(None, None)
 
 
@@ -67,7 +69,7 @@ def test_every_size(interpreter: Interpreter, dtype: torch.dtype, amsgrad: bool)
     samples = [wide_sample(size, dtype, amsgrad=amsgrad, seed=size) for size in SIZES]
     launches = len(interpreter.launches)
     compare(interpreter, lists_of(samples))
-    blocks = sum(-(-size // 1024) for size in SIZES)
+    blocks = sum(-(-size // BLOCK) for size in SIZES)
     assert interpreter.launches[launches:] == [("adamw_step", blocks)]
 
 
@@ -257,7 +259,7 @@ def compare_out_of_place(interpreter: Interpreter, sample: Sample, **options: An
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)
 def test_out_of_place(interpreter: Interpreter, dtype: torch.dtype, amsgrad: bool, make: Any) -> None:
-    for size in (1, 1024, 1027, 3000):
+    for size in (1, 1027, BLOCK, 3000):
         compare_out_of_place(interpreter, make(size, dtype, amsgrad=amsgrad))
         compare_out_of_place(interpreter, make(size, dtype, amsgrad=amsgrad), scalars="tensors", lr=0.1)
 

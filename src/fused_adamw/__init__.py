@@ -12,7 +12,8 @@ check_requirements()
 
 from fused_adamw._C import cpu_capabilities, cpu_capability, set_cpu_capability  # noqa: E402
 from fused_adamw.amp import GradScaler  # noqa: E402
-from fused_adamw.errors import NonfiniteGradientError  # noqa: E402
+from fused_adamw.cuda_kernels import cuda_compiler, set_cuda_compiler  # noqa: E402
+from fused_adamw.errors import CompilerError, NonfiniteGradientError  # noqa: E402
 from fused_adamw.functional import (  # noqa: E402
     AdamWState,
     Entry,
@@ -32,6 +33,7 @@ __all__ = [
     "AdamW",
     "AdamWOptions",
     "AdamWState",
+    "CompilerError",
     "Entry",
     "GradScaler",
     "GradientGuardOptions",
@@ -46,8 +48,10 @@ __all__ = [
     "adamw_step",
     "cpu_capabilities",
     "cpu_capability",
+    "cuda_compiler",
     "gradient_stats",
     "guarded_adamw_step",
     "merge_stats",
     "set_cpu_capability",
+    "set_cuda_compiler",
 ]

@@ -1,11 +1,23 @@
-"""The CUDA kernels of a device: compiled at first use, or taken from the cache."""
+"""The CUDA kernels of a device: compiled at first use, by NVRTC or by Triton, or taken from the cache."""
 
 from __future__ import annotations
 
 import functools
+import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
 
 from fused_adamw import _C, kernel_cache, nvrtc
+from fused_adamw.triton_kernels import compiler as triton_compiler
+
+CudaCompiler: TypeAlias = Literal["nvrtc", "ptx"]
+COMPILERS: tuple[str, ...] = get_args(CudaCompiler)
+ENVIRONMENT_VARIABLE = "FUSED_ADAMW_CUDA_COMPILER"
 
 # Beside the compiled module, which an editable install keeps apart from this file.
 SOURCES = Path(_C.__file__).parent / "csrc"
@@ -19,15 +31,52 @@ HEADERS = (
 STEP = "cuda/adamw_step.cu"
 STATS = "cuda/gradient_stats.cu"
 
+_chosen: str | None = None
+
+
+def set_cuda_compiler(name: CudaCompiler | None) -> None:
+    """Chooses what compiles the CUDA kernels of later calls.
+
+    Args:
+        name: "nvrtc", CUDA's run-time compiler, which comes with torch: the faster kernels. "ptx": Triton,
+            which emits PTX and must be installed; each launch needs one more that writes its parameters. Both
+            give the same bits. None: what ``FUSED_ADAMW_CUDA_COMPILER`` says, else "nvrtc".
+
+    Raises:
+        ValueError: There is no such compiler.
+    """
+    global _chosen
+    if name is not None:
+        _check(name, "the CUDA compiler")
+    _chosen = name
+
+
+def cuda_compiler() -> str:
+    """What compiles the CUDA kernels: "nvrtc" or "ptx".
+
+    Raises:
+        ValueError: ``FUSED_ADAMW_CUDA_COMPILER`` names no compiler.
+    """
+    if _chosen is not None:
+        return _chosen
+    name = os.environ.get(ENVIRONMENT_VARIABLE) or COMPILERS[0]
+    _check(name, ENVIRONMENT_VARIABLE)
+    return name
+
+
+def _check(name: str, what: str) -> None:
+    if name not in COMPILERS:
+        raise ValueError(f"{what} is {name!r}; {' or '.join(map(repr, COMPILERS))} is required")
+
 
 def step_definitions(*, in_place: bool, amsgrad: bool) -> tuple[str, ...]:
-    """The options that choose a variant of the step."""
+    """The options of NVRTC that choose a variant of the step."""
     tensor = "InPlaceTensor" if in_place else "OutOfPlaceTensor"
     return (f"-DFUSED_ADAMW_TENSOR={tensor}", f"-DFUSED_ADAMW_AMSGRAD={str(amsgrad).lower()}")
 
 
 def cubin(source: str, architecture: int, definitions: tuple[str, ...] = ()) -> bytes:
-    """Machine code of a source file for a compute capability (90 for 9.0), through the cache."""
+    """NVRTC's machine code of a source file for a compute capability (90 for 9.0), through the cache."""
     text = (SOURCES / source).read_text()
     headers = {Path(name).name: (SOURCES / name).read_text() for name in HEADERS}
     key = repr((text, headers, definitions, nvrtc.OPTIONS, architecture, nvrtc.version()))
@@ -39,26 +88,75 @@ def cubin(source: str, architecture: int, definitions: tuple[str, ...] = ()) -> 
 
 
 class Kernels:
-    """The kernels of one device; each is loaded when it is first asked for."""
+    """The kernels of one device; each is compiled and loaded when it is first asked for."""
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._load = functools.cache(self._load_module)
 
-    def step(self, *, in_place: bool, amsgrad: bool) -> _C.CudaModule:
-        """The module of a step."""
+    def step(self, *, in_place: bool, amsgrad: bool) -> _C.CudaLauncher:
+        """What launches a step."""
         return self._load(STEP, step_definitions(in_place=in_place, amsgrad=amsgrad))
 
-    def stats(self) -> _C.CudaModule:
-        """The module of the statistics."""
+    def stats(self) -> _C.CudaLauncher:
+        """What launches the kernels of the statistics."""
         return self._load(STATS, ())
 
-    def _load_module(self, source: str, definitions: tuple[str, ...]) -> _C.CudaModule:
+    def _load_module(self, source: str, definitions: tuple[str, ...]) -> _C.CudaLauncher:
         architecture = _C.cuda_compute_capability(self._device)
         return _C.CudaModule(self._device, cubin(source, architecture, definitions))
 
 
-@functools.cache
+class TritonKernels(Kernels):
+    """The same from Triton."""
+
+    def step(self, *, in_place: bool, amsgrad: bool) -> _C.CudaLauncher:
+        """What launches a step."""
+        return self._load_triton([triton_compiler.STEP], in_place=in_place, amsgrad=amsgrad)
+
+    def stats(self) -> _C.CudaLauncher:
+        """What launches the kernels of the statistics."""
+        return self._load_triton(triton_compiler.STATS)
+
+    def __init__(self, device: int) -> None:
+        super().__init__(device)
+        self._modules: dict[tuple[object, ...], _C.CudaUploadingModule] = {}
+
+    def _load_triton(self, names: Sequence[str], **variant: bool) -> _C.CudaLauncher:
+        key = (*names, *variant.values())
+        module = self._modules.get(key)
+        if module is None:
+            architecture = _C.cuda_compute_capability(self._device)
+            module = _C.CudaUploadingModule(self._device, self._allocate)
+            for name in names:
+                module.add(name, *triton_code(name, architecture, **variant))
+            self._modules[key] = module
+        return module
+
+    def _allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))
+
+
+def triton_code(kernel: str, architecture: int, **variant: bool) -> tuple[bytes, str, int, int]:
+    """Machine code, entry point, threads of a block and bytes of shared memory, through the cache."""
+
+    def compiled() -> bytes:
+        found = triton_compiler.compile_to_cubin(kernel, architecture, **variant)
+        header = json.dumps([found.entry, found.threads, found.shared_bytes])
+        return header.encode() + b"\n" + found.cubin
+
+    header, _, code = kernel_cache.get_or_make(
+        triton_compiler.cache_key(kernel, architecture, **variant), compiled
+    ).partition(b"\n")
+    entry, threads, shared_bytes = json.loads(header)
+    return code, entry, threads, shared_bytes
+
+
 def kernels(device: int) -> Kernels:
-    """The kernels of the CUDA device with this index."""
-    return Kernels(device)
+    """The kernels of the CUDA device with this index, from the compiler that is chosen now."""
+    return _kernels(device, cuda_compiler())
+
+
+@functools.cache
+def _kernels(device: int, compiler: str) -> Kernels:
+    return TritonKernels(device) if compiler == "ptx" else Kernels(device)

@@ -1,9 +1,9 @@
 """The AdamW / AMSGrad step: 28 bytes per parameter (36 with AMSGrad), 2 fewer for 16-bit gradients.
 
-A program updates 1024 elements of one tensor, as a block of ``csrc/cuda/adamw_step.cu`` does. It first forms
+A program updates as many elements of one tensor as a block of ``csrc/cuda/adamw_step.cu``. It first forms
 the scalars of the tensor in float64 from what lies on the device: elements that were under way meanwhile
-would take 74 registers instead of 48, and so programs from a multiprocessor. The last program of a tensor to
-have read its step counter advances it.
+would take half as many registers again, and so programs from a multiprocessor. The last program of a tensor
+to have read its step counter advances it.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _read_scalars(parameters, tensor, IN_PLACE: tl.constexpr):
 
 @triton.jit
 def _elements(tensor, start, OFFSET: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Pointers to 1024 elements of a member from ``start`` on, which lies at a multiple of so many bytes."""
+    """Pointers to the elements of a member from ``start`` on, which lies at a multiple of so many bytes."""
     first = load_pointer(tensor, OFFSET, TYPE) + start
     return tl.multiple_of(first, ALIGNMENT) + tl.arange(0, BLOCK)
 
@@ -155,7 +155,7 @@ def _update_block(
 
     Returns how many programs of the tensor came before this one (in place).
 
-    ``WHOLE``: all 1024 are there, and their addresses allow accesses of 16 bytes (8 for 16-bit gradients).
+    ``WHOLE``: all are there, and their addresses allow accesses of 16 bytes (8 for 16-bit gradients).
     Every mask is then the same for all of them, which keeps those accesses whole.
     """
     ALIGNMENT: tl.constexpr = 16 if WHOLE else 4
@@ -215,7 +215,7 @@ def _update_block(
 
 @triton.jit
 def adamw_step(parameters, finished_blocks, IN_PLACE: tl.constexpr, AMSGRAD: tl.constexpr):
-    """Grid: one program per 1024 elements of each tensor of ``StepParameters``."""
+    """Grid: one program per ``kElementsPerBlock`` elements of each tensor of ``StepParameters``."""
     index, block = find_tensor(
         parameters,
         tl.program_id(0),
