@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -156,7 +157,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
-    output = parser.parse_args().output
+    parser.add_argument("--only", default="", help="a regular expression that the work must match in full")
+    arguments = parser.parse_args()
+    output = arguments.output
     rate = copy_rate()
     conditions = {
         "date": date.today().isoformat(),
@@ -164,6 +167,7 @@ def main() -> None:
         "driver": _C.cuda_driver_version(),
         "torch": torch.__version__,
         "fused_adamw": fused_adamw.__version__,
+        "compiler": fused_adamw.cuda_compiler(),
         "copy_bytes_per_second": rate,
     }
     table = Table(title=f"Steps on {conditions['card']}, device copy {rate / 1e12:.2f} TB/s")
@@ -173,6 +177,8 @@ def main() -> None:
     for work, sizes in WORKLOADS.items():
         for case in CASES:
             name = f"{work}{case}"
+            if arguments.only and not re.fullmatch(arguments.only, name):
+                continue
             figures[name] = {}
             makers = {"fused_adamw": ours, "torch fused": theirs}
             params = {contender: parameters(sizes, case.dtype) for contender in makers}

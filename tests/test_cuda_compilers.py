@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ from fused_adamw.triton_kernels import compiler as triton_compiler
 
 
 @pytest.fixture(autouse=True)
-def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_kernels, "_chosen", None)
     monkeypatch.delenv(cuda_kernels.ENVIRONMENT_VARIABLE, raising=False)
-    yield
 
 
 def test_nvrtc_unless_told_otherwise() -> None:
