@@ -1,0 +1,56 @@
+"""What an optimizer does otherwise while a compiler traces it together with the backward pass."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+
+from fused_adamw.state import complete_state
+
+if TYPE_CHECKING:
+    from fused_adamw.optimizer import AdamW
+
+# By a name of its own, for a traced program can hand a string to Python, but no optimizer.
+_optimizers: WeakValueDictionary[str, AdamW] = WeakValueDictionary()
+_names = map(str, itertools.count())
+
+
+def register(optimizer: AdamW) -> str:
+    """A name under which ``make_states`` finds the optimizer."""
+    name = next(_names)
+    _optimizers[name] = optimizer
+    return name
+
+
+def traces_backward() -> bool:
+    """Whether Dynamo traces ``backward()`` too, so that gradients may be values of the program.
+
+    Dynamo then cannot run ``_init_group``, as it does otherwise, to find the gradients on the parameters.
+    """
+    return torch.compiler.is_compiling() and bool(
+        getattr(torch._dynamo.config, "trace_autograd_ops", False)  # not in every torch
+    )
+
+
+def make_states(name: str) -> None:
+    """Makes all states of an optimizer while it is traced, at fixed addresses.
+
+    Were they made by the program, its second call would find them and be another program; and in the memory
+    of a CUDA graph they would be overwritten.
+    """
+    optimizer = _optimizers[name]
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad:
+                    complete_state(optimizer.state[param], param, group["amsgrad"])
+                    for tensor in optimizer.state[param].values():
+                        torch._dynamo.mark_static_address(tensor, guard=True)
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler: Dynamo calls the function
+# and does not trace it.
+make_states._dynamo_marked_constant = True  # type: ignore[attr-defined]
