@@ -1,4 +1,4 @@
-"""Whole training steps under ``torch.compile``: forward, backward, clipping, step, ``zero_grad`` in one graph.
+"""Whole training steps under ``torch.compile``: all from forward to ``zero_grad`` in one graph.
 
 The eager twin is given the gradients that the compiled program computed, so that bits can be compared: how
 Inductor rounds a model is not the optimizer's concern.
