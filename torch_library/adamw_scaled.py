@@ -38,6 +38,7 @@ def apply(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptio
     """Updates all groups, through the op where a compiler, a mode or a subclass must see it."""
     if step_inplace.must_dispatch(groups):
         for lists, options in groups:
+            checks.check_backend(OP, lists.params[0].device)  # fakes know no backend
             torch.ops.fused_adamw.adamw_scaled.tensor(
                 *lists,
                 report,

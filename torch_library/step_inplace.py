@@ -65,6 +65,7 @@ def apply(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
     """
     if must_dispatch(groups):
         for lists, options in groups:
+            checks.check_backend(OP, lists.params[0].device)  # fakes know no backend
             arguments = tensor_arguments(options, amp, lists.params[0].device)
             torch.ops.fused_adamw.step_.tensor(*lists, **arguments)
         return
