@@ -205,6 +205,28 @@ def test_generated_code_steps_on_the_tensors_themselves(device: torch.device, mo
 
 
 @pytest.mark.usefixtures("traced_backward")
+def test_gradients_under_autocast_are_computed_once(device: torch.device) -> None:
+    """They are the float32 of 16-bit products, which Inductor would otherwise compute for each op anew."""
+    optimizer = make_optimizer(device, max_grad_norm=0.5)
+    loss_function = loss_of(optimizer)
+
+    def step(batch: Tensor) -> None:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = loss_function(batch, True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    _, [code] = run_and_get_code(torch.compile(step, fullgraph=True), *batches(1, device))
+    body, _ = calls_of(code)
+    [read] = re.findall(r"analyze_gradient\.default\(\[(.*?)\], buf", body)
+    [used] = re.findall(r"adamw_scaled\.tensor\(\[.*?\], \[(.*?)\], \[arg", body)
+    *read_twice, _, _, _ = re.split(r", (?=buf|reinterpret)", read)  # without those of one element
+    assert len(read_twice) == 3
+    assert used.startswith(", ".join(read_twice))
+
+
+@pytest.mark.usefixtures("traced_backward")
 def test_batches_of_any_size(device: torch.device) -> None:
     optimizer, twin = make_optimizer(device), make_optimizer(device)
     step = torch.compile(whole_step(optimizer), fullgraph=True, backend="aot_eager")

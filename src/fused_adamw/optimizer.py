@@ -313,6 +313,8 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in StepLists._fields]
             (self._collect if traces_backward else self._init_group)(group, *lists)
+            if traces_backward and self._is_guarded():
+                lists[1] = tracing.computed_once(lists[1])
             all_lists.append(StepLists(*lists))
         if not torch.compiler.is_compiling():
             self._plan = _Plan(self.param_groups, self.state, all_lists)

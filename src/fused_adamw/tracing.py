@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from fused_adamw.state import complete_state
 
@@ -41,6 +42,8 @@ def make_states(name: str) -> None:
     Were they made by the program, its second call would find them and be another program; and in the memory
     of a CUDA graph they would be overwritten.
     """
+    import torch._inductor.inductor_prims  # for computed_once
+
     optimizer = _optimizers[name]
     with torch.no_grad():
         for group in optimizer.param_groups:
@@ -54,3 +57,12 @@ def make_states(name: str) -> None:
 # What torch.compiler.assume_constant_result sets, without importing the compiler: Dynamo calls the function
 # and does not trace it.
 make_states._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def computed_once(grads: list[Tensor]) -> list[Tensor]:
+    """Gradients that two ops read.
+
+    Inductor would compute one that is elementwise (the float32 of a 16-bit product, under autocast) for each
+    op anew, into storage of its own. This makes it a tensor, and leaves what is a tensor as it is.
+    """
+    return [torch.ops.prims.inductor_force_stride_order(grad, grad.stride()) for grad in grads]
