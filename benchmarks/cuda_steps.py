@@ -59,7 +59,7 @@ def parameters(sizes: list[int]) -> list[torch.nn.Parameter]:
 
 
 def ours(params: list[torch.nn.Parameter], clip: bool) -> Step:
-    return fused_adamw.AdamW(params, max_grad_norm=MAX_NORM if clip else None).step
+    return fused_adamw.AdamW(params, max_grad_norm=MAX_NORM if clip else None, capturable=True).step
 
 
 def theirs(params: list[torch.nn.Parameter], clip: bool) -> Step:
