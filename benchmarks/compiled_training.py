@@ -2,10 +2,10 @@
 
     python benchmarks/compiled_training.py [--small] [--output benchmarks/results/compiled_training-h200.json]
 
-Three ways to take the optimizer's step: eager; under ``torch.compile``; and in one CUDA graph with forward and
-backward pass. The share of the optimizer is what a step takes longer than its forward and backward pass alone,
-taken the same way. Peak memory is what a step adds to what lies there before it: activations, gradients, and
-copies, if any.
+Three ways to take the optimizer's step: eager; under ``torch.compile``; and in one CUDA graph with forward
+and backward pass. The share of the optimizer is what a step takes longer than its forward and backward pass
+alone, taken the same way. Peak memory is what a step adds to what lies there before it: activations,
+gradients, and copies, if any.
 
 ``--small``: a tiny model, to see that all runs; on the CPU without CUDA graphs.
 """

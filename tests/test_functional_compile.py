@@ -13,6 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.func import functional_call, grad_and_value
 
 from cases import assert_same_bits, normal_gradient, normal_sample
+from graphs import generated_body
 from training import assert_all_same_bits, compilations
 
 # The first import of Inductor brings it.
@@ -34,11 +35,6 @@ def fresh_dynamo(set_threads: Callable[[int], None]) -> Iterator[None]:
 def numbers(device: torch.device) -> dict[str, Tensor]:
     values = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99}
     return {name: torch.tensor(v, dtype=torch.float64, device=device) for name, v in values.items()}
-
-
-def body_of(code: str) -> str:
-    """The function that Inductor generated."""
-    return code[code.index("def call(") : code.index("runner = Runner")]
 
 
 def counter(device: torch.device) -> Tensor:
@@ -110,7 +106,7 @@ def test_inductor_reuses_memory(device: torch.device) -> None:
     arguments = (*normal_sample(SIZE, device=device).tensors, counter(device), numbers(device))
     found, [code] = run_and_get_code(torch.compile(steps_in_a_row, fullgraph=True), *arguments)
     assert_same_bits(found, steps_in_a_row(*arguments))
-    body = body_of(code)
+    body = generated_body(code)
     first, second = re.finditer(r"(buf\d+) = torch\.ops\.fused_adamw\.step\.tensor\((\w+),", body)
     between, after = second[2], body[second.end() :]
     assert f"{between} = {first[1]}[0]" in body
@@ -146,7 +142,7 @@ def unused_inplace_ops(*arguments: Any) -> Tensor:
 def test_an_unused_functional_op_is_dropped(device: torch.device) -> None:
     arguments = (*normal_sample(SIZE, device=device).tensors, counter(device), numbers(device))
     found, [code] = run_and_get_code(torch.compile(unused_functional_op, fullgraph=True), *arguments)
-    assert "fused_adamw" not in body_of(code)
+    assert "fused_adamw" not in generated_body(code)
     assert_same_bits(found, arguments[0] + 1.0)
 
 
@@ -233,7 +229,7 @@ def test_arguments_that_are_views_of_one_input(device: torch.device, backend: st
             grad.copy_(normal_gradient(SIZE, seed=i, device=device))
         _, codes = run_and_get_code(compiled, found, found_steps, numbers(device))
         program(expected, expected_steps, numbers(device))
-        assert not any(re.search(r"copy_|clone", body_of(code)) for code in codes)
+        assert not any(re.search(r"copy_|clone", generated_body(code)) for code in codes)
     assert_all_same_bits([*found, found_steps], [*expected, expected_steps])
     assert found_steps.tolist() == [2.0, 1.0, 4.0, 5.0]  # an empty parameter's count stays
 
