@@ -22,9 +22,10 @@ from fused_adamw import AdamW
 from graphs import generated_body
 from training import assert_all_same_bits, compilations, params_of, set_gradients, tensors_of
 
-# The first import of Inductor brings the first; Dynamo reads ``.grad`` of all that it meets.
+# Of Inductor's first import, of max-autotune, and of Dynamo, which reads ``.grad`` of all that it meets.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 

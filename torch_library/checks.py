@@ -157,6 +157,22 @@ def refuse_host_reads(op: str, *, nonfinite: str | None, fused_step: bool) -> No
             )
 
 
+def refuse_shared_storage(op: str, written: Sequence[object]) -> None:
+    """Refuses separate tensors in one buffer, which Inductor before torch 2.13 confuses (RuntimeError)."""
+    storages: set[int] = set()
+    for tensor in written:
+        if isinstance(tensor, Tensor) and type(tensor) in (Tensor, torch.nn.Parameter):
+            address = tensor.untyped_storage().data_ptr()
+            if address in storages:
+                raise RuntimeError(
+                    f"{op}: parameters or states are parts of one buffer, which torch.compile of torch "
+                    f"{torch.__version__} confuses; torch 2.13 or later, or step() outside of torch.compile, "
+                    "is required"
+                )
+            if address != 0:
+                storages.add(address)
+
+
 def refuse_vmap(op: str) -> NoReturn:
     """Refuses ``torch.vmap`` over an op (RuntimeError)."""
     raise RuntimeError(

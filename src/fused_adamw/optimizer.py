@@ -307,8 +307,8 @@ class AdamW(torch.optim.Optimizer):
             if planned is not None:
                 return planned
         traces_backward = tracing.traces_backward()
-        if traces_backward:
-            tracing.make_states(self._name)
+        if torch.compiler.is_compiling():
+            tracing.prepare(self._name, states=traces_backward)
         all_lists = []
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in StepLists._fields]

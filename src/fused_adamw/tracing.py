@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_adamw.state import complete_state
+from fused_adamw.torch_library import checks
 
 if TYPE_CHECKING:
     from fused_adamw.optimizer import AdamW
@@ -20,7 +21,7 @@ _names = map(str, itertools.count())
 
 
 def register(optimizer: AdamW) -> str:
-    """A name under which ``make_states`` finds the optimizer."""
+    """A name under which ``prepare`` finds the optimizer."""
     name = next(_names)
     _optimizers[name] = optimizer
     return name
@@ -36,15 +37,29 @@ def traces_backward() -> bool:
     )
 
 
-def make_states(name: str) -> None:
-    """Makes all states of an optimizer while it is traced, at fixed addresses.
+# torch 2.11 takes separate inputs that lie in one buffer, and that an op writes, for views of the first one:
+# under Inductor the others are then updated from wrong values, silently. 2.13 is right.
+INDUCTOR_KNOWS_SHARED_STORAGE = torch.__version__ >= "2.13"
 
-    Were they made by the program, its second call would find them and be another program; and in the memory
-    of a CUDA graph they would be overwritten.
+
+def prepare(name: str, *, states: bool) -> None:
+    """Checks an optimizer while it is traced, and makes all its states, at fixed addresses, where asked to.
+
+    Were the states made by the program, its second call would find them and be another program; and in the
+    memory of a CUDA graph they would be overwritten.
     """
+    optimizer = _optimizers[name]
+    if not INDUCTOR_KNOWS_SHARED_STORAGE:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        checks.refuse_shared_storage("fused_adamw.AdamW", [*params, *values])
+    if states:
+        _make_states(optimizer)
+
+
+def _make_states(optimizer: AdamW) -> None:
     import torch._inductor.inductor_prims  # for computed_once
 
-    optimizer = _optimizers[name]
     with torch.no_grad():
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -56,7 +71,7 @@ def make_states(name: str) -> None:
 
 # What torch.compiler.assume_constant_result sets, without importing the compiler: Dynamo calls the function
 # and does not trace it.
-make_states._dynamo_marked_constant = True  # type: ignore[attr-defined]
+prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def computed_once(grads: list[Tensor]) -> list[Tensor]:
