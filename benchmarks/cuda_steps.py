@@ -89,7 +89,7 @@ def parameters(sizes: list[int], dtype: torch.dtype) -> list[torch.nn.Parameter]
 
 def ours(params: list[torch.nn.Parameter], case: Case) -> Step:
     max_norm = MAX_NORM if case.clip else None
-    return fused_adamw.AdamW(params, max_grad_norm=max_norm, amsgrad=case.amsgrad).step
+    return fused_adamw.AdamW(params, max_grad_norm=max_norm, amsgrad=case.amsgrad, capturable=True).step
 
 
 def theirs(params: list[torch.nn.Parameter], case: Case) -> Step:

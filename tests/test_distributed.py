@@ -165,6 +165,23 @@ def compiled_training(mesh: Any) -> dict[str, Any]:
     return {"tensors": whole(tensors_of(optimizer))}
 
 
+def replicated_training(mesh: Any) -> dict[str, Any]:
+    """DistributedDataParallel, compiled, with other batches in each process; ``step`` is compiled too."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = make_model()
+    optimizer = fused_adamw.AdamW(model.parameters(), max_grad_norm=0.5, **OPTIONS)
+    forward = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for batch in make_batches() + mesh.get_rank():
+        optimizer.zero_grad()
+        (forward(batch) - batch.sum(1, keepdim=True)).square().mean().backward()
+        gradients.append([param.grad.clone() for param in model.parameters()])
+        step()
+    return {"tensors": whole(tensors_of(optimizer)), "gradients": gradients}
+
+
 def refusals(mesh: Any) -> dict[str, Any]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -193,6 +210,7 @@ TASKS: tuple[Callable[[Any], dict[str, Any]], ...] = (
     scaled_training,
     mixed_training,
     compiled_training,
+    replicated_training,
     refusals,
 )
 
@@ -294,6 +312,21 @@ def test_placements_do_not_change_the_bits(task: str, results: list[dict[str, An
     advance(oracles, gradients)
     for param, oracle in zip(params, oracles, strict=True):
         torch.testing.assert_close(param.detach().double(), oracle.param, rtol=1e-5, atol=1e-6)
+
+
+def test_replicas_have_the_bits_of_a_single_process(results: list[dict[str, Any]]) -> None:
+    """On the gradients that DistributedDataParallel made, which are the mean over both processes."""
+    model = make_model()
+    optimizer = fused_adamw.AdamW(model.parameters(), max_grad_norm=0.5, **OPTIONS)
+    train(optimizer, results[0]["replicated_training"]["gradients"])
+    for result in results:
+        assert_all_same_bits(result["replicated_training"]["tensors"], tensors_of(optimizer))
+    first = make_model()
+    for rank in range(WORLD_SIZE):
+        batch = make_batches()[0] + rank
+        ((first(batch) - batch.sum(1, keepdim=True)).square().mean() / WORLD_SIZE).backward()
+    gradients = results[0]["replicated_training"]["gradients"][0]
+    torch.testing.assert_close(gradients, [param.grad for param in first.parameters()])
 
 
 def test_what_cannot_be_right_is_refused(results: list[dict[str, Any]]) -> None:

@@ -910,6 +910,6 @@ def test_a_compiler_is_refused() -> None:
         str(caught.value).replace("; ", ";\n").replace(", which", ",\nwhich"),
         """\
 guarded_adamw_step reads the report of its gradients on the host,
-which a traced program cannot do;
+which a traced program or a CUDA graph cannot do;
 use fused_adamw.AdamW or torch.ops.fused_adamw.adamw_scaled there""",
     )

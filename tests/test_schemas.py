@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cases import (
     GRAD_DTYPES,
     SCALARS,
+    Snapshot,
     assert_same_bits,
     assert_same_state,
     call_step,
@@ -323,26 +324,20 @@ def test_export_with_dynamic_shapes() -> None:
 # --- Transforms. There is no derivative and no batching rule, by design.
 
 
-def test_vmap_of_step_runs_each_example(device: torch.device) -> None:
-    params = torch.stack([normal_sample(5, seed=i, device=device).param for i in range(3)])
-    sample = normal_sample(5, device=device)
-    found = torch.vmap(lambda param: call_step(replace(sample, param=param)).param)(params)
-    for i in range(3):
-        assert_same_bits(found[i], call_step(replace(sample, param=params[i])).param)
-
-
-def test_vmap_of_an_update_in_place_is_refused_by_torch(device: torch.device) -> None:
-    sample = normal_sample(5, device=device)
+@pytest.mark.parametrize("scalars", SCALARS)
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["adamw", "amsgrad"])
+def test_vmap_is_refused(device: torch.device, amsgrad: bool, scalars: str) -> None:
+    sample = normal_sample(5, amsgrad=amsgrad, device=device)
     lists = lists_of([sample])
-
-    def update(param: Tensor) -> None:
-        step_inplace_op([param], *lists[1:])
-
-    before = [tensor.clone() for tensors in lists for tensor in tensors]
-    with pytest.raises(RuntimeError, match="Batching rule not implemented for fused_adamw::step_"):
-        torch.vmap(update)(torch.rand(3, 5, device=device))
-    for tensor, old in zip((tensor for tensors in lists for tensor in tensors), before, strict=True):
-        assert_same_bits(tensor, old)
+    before = Snapshot([*sample.tensors, *(tensor for tensors in lists for tensor in tensors)])
+    batch = torch.rand(3, 5, device=device)
+    for op, update in {
+        "step": lambda param: call_step(replace(sample, param=param), scalars=scalars).param,
+        "step_": lambda param: call_step_([[param], *lists[1:]], scalars=scalars),
+    }.items():
+        with pytest.raises(RuntimeError, match=f"^fused_adamw::{op} has no batching rule, by design"):
+            torch.vmap(update)(batch)
+    before.assert_unchanged()
 
 
 def test_functional_grad_is_not_silent(device: torch.device) -> None:

@@ -42,6 +42,7 @@ def apply(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptio
     if step_inplace.must_dispatch(groups):
         for lists, options in groups:
             device = lists.params[0].device
+            checks.check_backend(OP, device)  # fakes know no backend
             torch.ops.fused_adamw.adamw_scaled.tensor(
                 *lists,
                 moved(report, device),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -117,6 +117,69 @@ def check_backend(op: str, device: torch.device) -> None:
         raise ValueError(
             f"{op}: the parameters are on {device}; a device of type {_one_of(BACKENDS)} is required"
         )
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, so that what is launched now will be replayed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_frozen_options(op: str, group: int, options: Mapping[str, float | Tensor]) -> None:
+    """Refuses numbers that every replay of a captured step would use, whatever is assigned later."""
+    for name, value in options.items():
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            kind = "a tensor on the CPU" if isinstance(value, Tensor) else f"the number {value}"
+            raise RuntimeError(
+                f"{op}: {name} of group {group} is {kind}, which a CUDA graph would keep for all replays; a "
+                f"tensor on the parameters' device (torch.tensor({float(value)}, device='cuda')), or "
+                "capturable=True to keep it, is required"
+            )
+
+
+def refuse_frozen_count(op: str, step: float | Tensor, device: torch.device) -> None:
+    """Refuses a count of updates that every replay of a captured step would use (RuntimeError)."""
+    if not isinstance(step, Tensor) and is_capturing(device):
+        raise RuntimeError(
+            f"{op}: step is the number {step}, which a CUDA graph would keep for all replays, and the bias "
+            "correction with it; a tensor on the parameters' device, which the graph counts up, is required"
+        )
+
+
+def refuse_host_reads(op: str, *, nonfinite: str | None, fused_step: bool) -> None:
+    """Refuses settings whose step reads values on the host, which no CUDA graph can (RuntimeError)."""
+    for name, value, wrong, required in (
+        ("nonfinite", nonfinite, "error", "'skip' or None"),
+        ("fused_step", fused_step, False, "True"),
+    ):
+        if value == wrong:
+            raise RuntimeError(
+                f"{op}: {name} is {value!r}, which reads on the host, and a CUDA graph is being captured; "
+                f"{required} is required"
+            )
+
+
+def refuse_shared_storage(op: str, written: Sequence[object]) -> None:
+    """Refuses separate tensors in one buffer, which Inductor before torch 2.13 confuses (RuntimeError)."""
+    storages: set[int] = set()
+    for tensor in written:
+        if isinstance(tensor, Tensor) and type(tensor) in (Tensor, torch.nn.Parameter):
+            address = tensor.untyped_storage().data_ptr()
+            if address in storages:
+                raise RuntimeError(
+                    f"{op}: parameters or states are parts of one buffer, which torch.compile of torch "
+                    f"{torch.__version__} confuses; torch 2.13 or later, or step() outside of torch.compile, "
+                    "is required"
+                )
+            if address != 0:
+                storages.add(address)
+
+
+def refuse_vmap(op: str) -> NoReturn:
+    """Refuses ``torch.vmap`` over an op (RuntimeError)."""
+    raise RuntimeError(
+        f"{op} has no batching rule, by design: an update is elementwise; stack the tensors and call it "
+        "once, without torch.vmap"
+    )
 
 
 def refuse_autograd(op: str, arguments: Mapping[str, Tensor | Sequence[Tensor] | None]) -> None:

@@ -35,6 +35,8 @@ def register(schema: str, *, implementation: Callable[..., Any], fake: Callable[
     name = schema.partition("(")[0]
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    op = f"{NAMESPACE}::{name.partition('.')[0]}"
+    _library.impl(name, lambda *_, **__: checks.refuse_vmap(op), "FuncTorchBatched")
 
 
 def backend(device: torch.device) -> ModuleType:

@@ -57,6 +57,7 @@ class StepInput(NamedTuple):
     def check_values(self) -> None:
         """Checks what the host can read without waiting for a device."""
         checks.check_backend(OP, self.param.device)
+        checks.refuse_frozen_count(OP, self.step, self.param.device)
         if not isinstance(self.step, Tensor):
             checks.check_step_count(OP, "step", self.step)
         elif self.step.device.type == "cpu":

@@ -66,6 +66,7 @@ def apply(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
     if must_dispatch(groups):
         for lists, options in groups:
             device = lists.params[0].device
+            checks.check_backend(OP, device)  # fakes know no backend
             arguments = tensor_arguments(options, amp.on(device), device)
             torch.ops.fused_adamw.step_.tensor(*lists, **arguments)
         return

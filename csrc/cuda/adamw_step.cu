@@ -16,7 +16,8 @@ __device__ __forceinline__ long long steps_done(const InPlaceTensor& tensor) {
 }
 
 __device__ __forceinline__ long long steps_done(const OutOfPlaceTensor& tensor) {
-  return static_cast<long long>(read(tensor.step));
+  // From 2^62 on, one more would overflow, and the bias corrections have been 1 for long.
+  return static_cast<long long>(fmin(read(tensor.step), 0x1.0p62));
 }
 
 // In place, an array is read and written; see the CPU's TensorUpdate for what may share memory.

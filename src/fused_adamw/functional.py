@@ -168,10 +168,10 @@ def guarded_adamw_step(
         TypeError, ValueError, RuntimeError: As ``adamw_step``; RuntimeError inside ``torch.compile`` too,
             where no host can read the report: use ``fused_adamw.AdamW`` or the ops there.
     """
-    if is_intercepted():
+    if is_intercepted() or (entries and checks.is_capturing(entries[0][0].device)):
         raise RuntimeError(
-            "guarded_adamw_step reads the report of its gradients on the host, which a traced program cannot "
-            "do; use fused_adamw.AdamW or torch.ops.fused_adamw.adamw_scaled there"
+            "guarded_adamw_step reads the report of its gradients on the host, which a traced program or a "
+            "CUDA graph cannot do; use fused_adamw.AdamW or torch.ops.fused_adamw.adamw_scaled there"
         )
     checks.check_guard(_GUARDED, guard.max_norm, guard.epsilon)
     checks.check_choice(_GUARDED, "nonfinite", guard.nonfinite, NONFINITE_CHOICES)

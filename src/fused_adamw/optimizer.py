@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from fused_adamw import _C
+from fused_adamw import _C, tracing
 from fused_adamw.distributed import local_groups, refuse_local_statistics
 from fused_adamw.errors import NonfiniteGradientError
 from fused_adamw.options import (
@@ -20,6 +20,7 @@ from fused_adamw.options import (
     Nonfinite,
     Scalar,
 )
+from fused_adamw.state import complete_state, normalise_state
 from fused_adamw.stats import GradientStats, analyze, merge_stats
 from fused_adamw.torch_library import adamw_scaled, checks, step_inplace
 from fused_adamw.torch_library.checks import StepLists
@@ -50,7 +51,8 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: Decoupled weight decay, at least 0.
         amsgrad: Divide by the running maximum of the second moment.
         maximize: Ascend instead of descend.
-        capturable: Kept in the groups for ``torch.optim.AdamW``; the CPU has no graphs to capture.
+        capturable: Accept numbers while a CUDA graph is captured, as constants of the graph. Not needed where
+            ``lr`` and ``betas`` are tensors: counters are always on the device.
         foreach: Accepted so that calls written for ``torch.optim.AdamW`` work; there is one implementation.
         fused: Accepted likewise.
         differentiable: Must be False.
@@ -121,6 +123,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drops what is kept from step to step and belongs to no ``state_dict``."""
+        self._name = tracing.register(self)
         self._plan: _Plan | None = None
         self._record = _StatsRecord()
 
@@ -144,11 +147,20 @@ class AdamW(torch.optim.Optimizer):
             group.update(_TORCH_SWITCHES)
             for param in group["params"]:
                 if self.state.get(param):
-                    _normalise_state(self.state[param], param, group["amsgrad"])
+                    normalise_state(self.state[param], param, group["amsgrad"])
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy holds: what ``torch.optim`` puts there, and the settings of this class."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _SETTINGS}}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in ``torch.optim``, and a compiled program may contain it."""
+        if not (torch.compiler.is_compiling() and set_to_none):
+            super().zero_grad(set_to_none)  # which breaks the graph
+            return
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
 
     @overload
     def step(self, closure: None = None, *, stats: GradientStats | None = None) -> None: ...
@@ -180,6 +192,7 @@ class AdamW(torch.optim.Optimizer):
         next_stats, record.next = record.next, None
         if not groups:
             return loss
+        self._check_capture(groups)
         # Set by GradScaler for the length of this call.
         amp = AmpTensors(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         record.found_inf = amp.found_inf
@@ -239,6 +252,19 @@ class AdamW(torch.optim.Optimizer):
             nonfinite_parameters=[names[id(last[2][i])] for i in bad],
             gradients=gradients,
         )
+
+    def _check_capture(self, groups: list[StepGroup]) -> None:
+        """Refuses what a replay of the CUDA graph that is being captured could not do."""
+        if torch.compiler.is_compiling() or not checks.is_capturing(groups[0].lists.params[0].device):
+            return
+        checks.refuse_host_reads(
+            _OP, nonfinite=self.nonfinite, fused_step=self.fused_step or not self._is_guarded()
+        )
+        for i, group in enumerate(self.param_groups):
+            if group["params"] and not group["capturable"]:
+                checks.refuse_frozen_options(
+                    _OP, i, {"lr": group["lr"], **dict(zip(("beta1", "beta2"), group["betas"], strict=True))}
+                )
 
     def _is_guarded(self) -> bool:
         return self.max_grad_norm is not None or self.nonfinite is not None
@@ -316,10 +342,15 @@ class AdamW(torch.optim.Optimizer):
             planned = self._plan.lists(self.param_groups, self.state)
             if planned is not None:
                 return planned
+        traces_backward = tracing.traces_backward()
+        if torch.compiler.is_compiling():
+            tracing.prepare(self._name, states=traces_backward)
         all_lists = []
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in StepLists._fields]
-            self._init_group(group, *lists)
+            (self._collect if traces_backward else self._init_group)(group, *lists)
+            if traces_backward and self._is_guarded():
+                lists[1] = tracing.computed_once(lists[1])
             all_lists.append(StepLists(*lists))
         if not torch.compiler.is_compiling():
             self._plan = _Plan(self.param_groups, self.state, all_lists)
@@ -340,11 +371,23 @@ class AdamW(torch.optim.Optimizer):
         The name and the form are those of ``torch.optim``: Dynamo runs a method of this name instead of
         tracing it, and takes what it put into the lists as inputs at static addresses.
         """
+        self._collect(group, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+
+    def _collect(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
+    ) -> None:
         for param in group["params"]:
             if param.grad is None:
                 continue
             state = self.state[param]
-            _complete_state(state, param, group["amsgrad"])
+            complete_state(state, param, group["amsgrad"])
             params.append(param)
             grads.append(param.grad)
             exp_avgs.append(state["exp_avg"])
@@ -510,27 +553,3 @@ def _check_group(group: dict[str, Any]) -> None:
 def _step_options(group: dict[str, Any]) -> StepOptions:
     beta1, beta2 = group["betas"]
     return StepOptions(group["lr"], beta1, beta2, group["weight_decay"], group["eps"], group["maximize"])
-
-
-def _complete_state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> None:
-    """Adds what a parameter's state lacks: all of it before the first update, or the maximum."""
-    # Zeros, though the kernels could do without: a skipped first step must leave a state that can be saved
-    # and that torch.optim.AdamW goes on from.
-    if "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    for name in ("exp_avg", "exp_avg_sq"):
-        if name not in state:
-            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    if amsgrad and "max_exp_avg_sq" not in state:
-        state["max_exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-
-
-def _normalise_state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> None:
-    """Brings a loaded state to the form that the kernels read; values stay."""
-    step = state.get("step", 0)
-    state["step"] = torch.as_tensor(step, dtype=torch.float32).to(param.device).reshape(())
-    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-        moment = state.get(name)
-        if moment is not None and moment.shape == param.shape and moment.stride() != param.stride():
-            state[name] = torch.empty_like(param).copy_(moment)
-    _complete_state(state, param, amsgrad)

@@ -1,4 +1,4 @@
-"""A byte-level GPT of plain torch modules."""
+"""A GPT of plain torch modules; byte-level unless told otherwise."""
 
 from __future__ import annotations
 
@@ -40,11 +40,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte; the embedding serves as the output layer too."""
+    """Predicts the next byte, or token; the embedding serves as the output layer too."""
 
-    def __init__(self, context: int, width: int, heads: int, layers: int, seed: int) -> None:
+    def __init__(
+        self, context: int, width: int, heads: int, layers: int, seed: int, vocabulary: int = BYTES
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(BYTES, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)

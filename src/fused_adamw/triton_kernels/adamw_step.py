@@ -108,7 +108,8 @@ def _read_scalars(parameters, tensor, IN_PLACE: tl.constexpr):
     if IN_PLACE:
         done = tl.load(load_pointer(tensor, STEP[IN_PLACE], tl.float32)).to(tl.int64)
     else:
-        done = load_scalar(tensor, STEP[IN_PLACE]).to(tl.int64)
+        # From 2^62 on, one more would overflow, and the bias corrections have been 1 for long.
+        done = tl.minimum(load_scalar(tensor, STEP[IN_PLACE]), 2.0**62).to(tl.int64)
 
     lr = load_scalar(group, GROUP_LR)
     decay = decay_factor(lr, load_float64(group, GROUP_WEIGHT_DECAY))
