@@ -353,6 +353,11 @@ def test_a_learning_rate_on_the_cpu(cuda: torch.device) -> None:
         train(here, [grads])
         train(there, [on(cuda, grads)])
     assert_same_tensors(there, here)
+    with (
+        pytest.raises(RuntimeError, match="lr of group 0 is a tensor on the CPU"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        there.step()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -124,10 +124,12 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def refuse_frozen_options(op: str, group: int, options: Mapping[str, float | Tensor]) -> None:
+def refuse_frozen_options(
+    op: str, group: int, options: Mapping[str, float | Tensor], device: torch.device
+) -> None:
     """Refuses numbers that every replay of a captured step would use, whatever is assigned later."""
     for name, value in options.items():
-        if not isinstance(value, Tensor) or value.device.type == "cpu":
+        if not isinstance(value, Tensor) or value.device.type == "cpu" != device.type:
             kind = "a tensor on the CPU" if isinstance(value, Tensor) else f"the number {value}"
             raise RuntimeError(
                 f"{op}: {name} of group {group} is {kind}, which a CUDA graph would keep for all replays; a "

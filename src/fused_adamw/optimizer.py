@@ -262,9 +262,9 @@ class AdamW(torch.optim.Optimizer):
         )
         for i, group in enumerate(self.param_groups):
             if group["params"] and not group["capturable"]:
-                checks.refuse_frozen_options(
-                    _OP, i, {"lr": group["lr"], **dict(zip(("beta1", "beta2"), group["betas"], strict=True))}
-                )
+                beta1, beta2 = group["betas"]
+                options = {"lr": group["lr"], "beta1": beta1, "beta2": beta2}
+                checks.refuse_frozen_options(_OP, i, options, group["params"][0].device)
 
     def _is_guarded(self) -> bool:
         return self.max_grad_norm is not None or self.nonfinite is not None
