@@ -35,6 +35,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 @pytest.fixture
+def cuda(device: torch.device) -> torch.device:
+    """A CUDA device, with each compiler."""
+    if device.type != "cuda":
+        pytest.skip("of CUDA alone")
+    return device
+
+
+@pytest.fixture
 def readable_device(device: torch.device) -> torch.device:
     """A device whose tensors the host reads without waiting, so that values in them are checked, too."""
     if device.type != "cpu":

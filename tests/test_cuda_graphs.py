@@ -31,13 +31,6 @@ REPLAYS = 100
 Gradients = Sequence[Sequence[Tensor]]
 
 
-@pytest.fixture
-def cuda() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def scalar(value: float, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.float64, device=device)
 

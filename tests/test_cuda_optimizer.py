@@ -35,13 +35,6 @@ Gradients = list[list[Tensor | None]]
 Make = Callable[[list[nn.Parameter]], AdamW]
 
 
-@pytest.fixture
-def cuda(device: torch.device) -> torch.device:
-    if device.type != "cuda":
-        pytest.skip("compares a CUDA device with the CPU")
-    return device
-
-
 def on(device: torch.device, tensors: Sequence[Tensor | None]) -> list[Any]:
     return [None if tensor is None else tensor.to(device) for tensor in tensors]
 
