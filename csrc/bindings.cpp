@@ -426,6 +426,7 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception<cuda::DriverError>(m, "CudaDriverError", PyExc_RuntimeError);
   m.def("cuda_compute_capability", &cuda::compute_capability, py::arg("device"));
   m.def("cuda_driver_version", &cuda::driver_version);
+  m.def("cuda_exchange_capture_mode", &cuda::exchange_capture_mode, py::arg("mode"));
   py::class_<cuda::Launcher>(m, "CudaLauncher");
   py::class_<cuda::Recorder, cuda::Launcher>(m, "CudaRecorder")
       .def(py::init<>())

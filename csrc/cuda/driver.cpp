@@ -132,6 +132,11 @@ int driver_version() {
   return version;
 }
 
+int exchange_capture_mode(int mode) {
+  check(driver(), driver().exchange_capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");
+  return mode;
+}
+
 Module::Module(int device, const std::string& image, int elements_per_step_block)
     : device_(device),
       elements_per_step_block_(elements_per_step_block),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_adamw import _C
 from fused_adamw.torch_library import checks
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAXIMUM = "max_exp_avg_sq"
+_RELAXED = 2
 
 
 def complete_state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> None:
@@ -23,7 +24,7 @@ def complete_state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> None:
     moments = (*_MOMENTS, _MAXIMUM) if amsgrad else _MOMENTS
     if "step" in state and all(name in state for name in moments):
         return
-    with _outside_of_capture(state, param.device):
+    with _outside_of_capture(param.device):
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in moments:
@@ -43,7 +44,7 @@ def normalise_state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> None
 
 
 @contextmanager
-def _outside_of_capture(state: dict[str, Any], device: torch.device) -> Iterator[None]:
+def _outside_of_capture(device: torch.device) -> Iterator[None]:
     """Runs what makes a state outside of a CUDA graph that is being captured.
 
     Inside, the zeros would be a part of the graph: each replay would begin anew.
@@ -51,14 +52,14 @@ def _outside_of_capture(state: dict[str, Any], device: torch.device) -> Iterator
     if torch.compiler.is_compiling() or not checks.is_capturing(device):
         yield
         return
-    capturing = torch.cuda.current_stream(device)
-    with torch.cuda.stream(_idle_stream(device)):
-        yield
-        made = torch.cuda.Event(external=True)  # external: a replay waits for what is no part of its graph
-        made.record()
-    capturing.wait_event(made)
-    # The graph refers to the event without holding it: the counter does, which lives as long as it is needed.
-    weakref.finalize(state["step"], lambda event: None, made).atexit = False
+    mode = _C.cuda_exchange_capture_mode(_RELAXED)
+    try:
+        stream = _idle_stream(device)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()  # the graph cannot wait for what is no part of it
+    finally:
+        _C.cuda_exchange_capture_mode(mode)
 
 
 def _idle_stream(device: torch.device) -> torch.cuda.Stream:
