@@ -160,19 +160,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a regular expression that the work must match in full")
     arguments = parser.parse_args()
     output = arguments.output
-    rate = copy_rate()
-    conditions = {
-        "date": date.today().isoformat(),
-        "card": torch.cuda.get_device_name(),
-        "driver": _C.cuda_driver_version(),
-        "torch": torch.__version__,
-        "fused_adamw": fused_adamw.__version__,
-        "compiler": fused_adamw.cuda_compiler(),
-        "copy_bytes_per_second": rate,
-    }
-    table = Table(title=f"Steps on {conditions['card']}, device copy {rate / 1e12:.2f} TB/s")
-    for column in ("work", "optimizer", "eager", "graph", "bytes per parameter, eager", "graph"):
-        table.add_column(column, justify="left" if column in ("work", "optimizer") else "right")
+    copies = [copy_rate()]
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for work, sizes in WORKLOADS.items():
         for case in CASES:
@@ -188,21 +176,45 @@ def main() -> None:
             for mine, other in zip(*params.values(), strict=True):
                 torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
             for contender in makers:
-                times = (eager[contender], graph[contender])
-                figures[name][contender] = {"eager_seconds": times[0], "graph_seconds": times[1]}
-                table.add_row(
-                    name,
-                    contender,
-                    *(f"{value * 1e6:,.1f} us" for value in times),
-                    *(f"{value / sum(sizes) * rate:.2f}" for value in times),
-                )
-            table.add_section()
+                figures[name][contender] = {
+                    "parameters": sum(sizes),
+                    "eager_seconds": eager[contender],
+                    "graph_seconds": graph[contender],
+                }
             del params, steps
             gc.collect()
             torch.cuda.empty_cache()
-    Console(width=130).print(table)
+    # The ceiling is the better of two: either alone may have been taken in a slow moment.
+    copies.append(copy_rate())
+    conditions = {
+        "date": date.today().isoformat(),
+        "card": torch.cuda.get_device_name(),
+        "driver": _C.cuda_driver_version(),
+        "torch": torch.__version__,
+        "fused_adamw": fused_adamw.__version__,
+        "compiler": fused_adamw.cuda_compiler(),
+        "copy_bytes_per_second": max(copies),
+    }
+    Console(width=130).print(table_of(figures, conditions["card"], max(copies)))
     if output is not None:
         write_json(output, {"conditions": conditions, "figures": figures})
+
+
+def table_of(figures: dict[str, dict[str, dict[str, float]]], card: str, rate: float) -> Table:
+    table = Table(title=f"Steps on {card}, device copy {rate / 1e12:.2f} TB/s")
+    for column in ("work", "optimizer", "eager", "graph", "bytes per parameter, eager", "graph"):
+        table.add_column(column, justify="left" if column in ("work", "optimizer") else "right")
+    for name, contenders in figures.items():
+        for contender, found in contenders.items():
+            times = (found["eager_seconds"], found["graph_seconds"])
+            table.add_row(
+                name,
+                contender,
+                *(f"{value * 1e6:,.1f} us" for value in times),
+                *(f"{value / found['parameters'] * rate:.2f}" for value in times),
+            )
+        table.add_section()
+    return table
 
 
 if __name__ == "__main__":
