@@ -47,9 +47,41 @@ void for_each_tensor(const std::vector<const TensorTable*>& tables, bool written
   }
 }
 
-// The written tensors in the order of their addresses, or the first two that overlap.
-std::optional<Overlap> sort_written(const std::vector<const TensorTable*>& tables, Intervals& intervals) {
-  for_each_tensor(tables, true, [&](const Interval& interval) { intervals.push_back(interval); });
+// What a call writes: in the order of its tensors, and in that of the addresses.
+struct WrittenMemory {
+  Intervals in_order;
+  Intervals sorted;
+};
+
+// The numbers of tensors and the first address of each written list.
+Fingerprint sketch_written(const std::vector<const TensorTable*>& tables) {
+  Fingerprint key;
+  for (const TensorTable* table : tables) {
+    for (const TensorTable::List& list : table->lists()) {
+      if (!list.written) continue;
+      key.add(list.tensors.size());
+      if (!list.tensors.empty()) key.add(reinterpret_cast<std::uintptr_t>(list.tensors.front().data));
+    }
+  }
+  return key;
+}
+
+// Whether these are the tensors that the tables write, at the same places of the same lists.
+bool is_written(const std::vector<const TensorTable*>& tables, const Intervals& in_order) {
+  std::size_t i = 0;
+  bool same = true;
+  for_each_tensor(tables, true, [&](const Interval& interval) {
+    same = same && i < in_order.size() && interval.begin == in_order[i].begin &&
+           interval.end == in_order[i].end && interval.position.table == in_order[i].position.table &&
+           interval.position.list == in_order[i].position.list &&
+           interval.position.index == in_order[i].position.index;
+    ++i;
+  });
+  return same && i == in_order.size();
+}
+
+// Brings the written tensors into the order of their addresses, or returns the first two that overlap.
+std::optional<Overlap> sort_written(Intervals& intervals) {
   // Stable, so that of two tensors at one place the same is always named first.
   std::stable_sort(intervals.begin(), intervals.end(),
                    [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
@@ -109,23 +141,20 @@ void TensorTable::remember_layout() const {
 }
 
 std::optional<Overlap> find_overlap(const std::vector<const TensorTable*>& tables, bool elementwise) {
-  // Parameters and states keep their addresses, so sorting them is done once per set of addresses.
-  static std::unordered_map<Fingerprint, Intervals, FingerprintHash> remembered;
-  Fingerprint addresses;
-  for_each_tensor(tables, true, [&](const Interval& interval) {
-    addresses.add(interval.begin);
-    addresses.add(interval.end);
-    addresses.add(interval.position.table << 8 | interval.position.list);
-    addresses.add(interval.position.index);
-  });
-  auto found = remembered.find(addresses);
-  if (found == remembered.end()) {
-    Intervals intervals;
-    if (const auto overlap = sort_written(tables, intervals)) return overlap;
-    if (remembered.size() >= kRememberedIntervals) remembered.clear();
-    found = remembered.emplace(addresses, std::move(intervals)).first;
+  // Parameters and states keep their addresses, so sorting them is done once per set of addresses. Comparing
+  // with those of before is a third of the work of hashing them all, so the key takes only a few of them.
+  static std::unordered_map<Fingerprint, WrittenMemory, FingerprintHash> remembered;
+  const Fingerprint key = sketch_written(tables);
+  auto found = remembered.find(key);
+  if (found == remembered.end() || !is_written(tables, found->second.in_order)) {
+    WrittenMemory memory;
+    for_each_tensor(tables, true, [&](const Interval& interval) { memory.in_order.push_back(interval); });
+    memory.sorted = memory.in_order;
+    if (const auto overlap = sort_written(memory.sorted)) return overlap;
+    if (found == remembered.end() && remembered.size() >= kRememberedIntervals) remembered.clear();
+    found = remembered.insert_or_assign(key, std::move(memory)).first;
   }
-  const Intervals& written = found->second;
+  const Intervals& written = found->second.sorted;
 
   std::optional<Overlap> overlap;
   for_each_tensor(tables, false, [&](const Interval& read) {
