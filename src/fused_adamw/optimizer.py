@@ -182,6 +182,8 @@ class AdamW(torch.optim.Optimizer):
             NonfiniteGradientError: ``nonfinite`` is "error" and a gradient holds a NaN or an infinity;
                 nothing has been written then.
         """
+        if torch.compiler.is_compiling() and self._reads_on_host():
+            return self._step_outside_of_graph(closure, stats)
         loss = None
         if closure is not None:
             self._record.next = None  # of gradients that the closure makes anew
@@ -265,6 +267,16 @@ class AdamW(torch.optim.Optimizer):
                 beta1, beta2 = group["betas"]
                 options = {"lr": group["lr"], "beta1": beta1, "beta2": beta2}
                 checks.refuse_frozen_options(_OP, i, options, group["params"][0].device)
+
+    def _reads_on_host(self) -> bool:
+        return self.nonfinite == "error" or (self._is_guarded() and not self.fused_step)
+
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    def _step_outside_of_graph(
+        self, closure: Callable[[], float] | None, stats: GradientStats | None
+    ) -> float | None:
+        """The step as it is eager: where it reads on the host, a compiler has nothing to gain from the rest."""
+        return AdamW.step(self, closure, stats=stats)  # type: ignore[misc, arg-type]
 
     def _is_guarded(self) -> bool:
         return self.max_grad_norm is not None or self.nonfinite is not None
