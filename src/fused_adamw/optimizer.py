@@ -275,7 +275,7 @@ class AdamW(torch.optim.Optimizer):
     def _step_outside_of_graph(
         self, closure: Callable[[], float] | None, stats: GradientStats | None
     ) -> float | None:
-        """The step as it is eager: where it reads on the host, a compiler has nothing to gain from the rest."""
+        """The eager step: where it reads on the host, a compiler has nothing to gain from the rest."""
         return AdamW.step(self, closure, stats=stats)  # type: ignore[misc, arg-type]
 
     def _is_guarded(self) -> bool:
