@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from fused_adamw import _C, tracing
 from fused_adamw.distributed import local_groups, refuse_local_statistics
@@ -271,12 +272,12 @@ class AdamW(torch.optim.Optimizer):
     def _reads_on_host(self) -> bool:
         return self.nonfinite == "error" or (self._is_guarded() and not self.fused_step)
 
-    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def _step_outside_of_graph(
         self, closure: Callable[[], float] | None, stats: GradientStats | None
     ) -> float | None:
         """The eager step: where it reads on the host, a compiler has nothing to gain from the rest."""
-        return AdamW.step(self, closure, stats=stats)  # type: ignore[misc, arg-type]
+        return AdamW.step(self, closure, stats=stats)
 
     def _is_guarded(self) -> bool:
         return self.max_grad_norm is not None or self.nonfinite is not None
