@@ -60,6 +60,11 @@ def version() -> tuple[int, int]:
     return major.value, minor.value
 
 
+def location() -> str:
+    """The file of the library, or the name that the dynamic linker found it by."""
+    return _library()._name
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     for directory in _directories():
