@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from fused_adamw import cuda_kernels, kernel_cache, nvrtc
+from fused_adamw._C import CUDA_LAYOUT
 
 try:
     nvrtc.version()
@@ -32,6 +35,7 @@ VARIANTS = {
 }
 
 
+@functools.cache
 def compile_variant(variant: str, architecture: int) -> tuple[bytes, str]:
     source, definitions = VARIANTS[variant]
     text = (cuda_kernels.SOURCES / source).read_text()
@@ -47,6 +51,34 @@ def test_every_variant_compiles_without_local_memory(variant: str, architecture:
     local = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert local
     assert set(local) == {("0", "0", "0")}, log
+
+
+def instructions(cubin: bytes, folder: Path) -> str:
+    """The machine code as text; Triton brings the tool that NVRTC lacks."""
+    triton = pytest.importorskip("triton", reason="blocked: no nvdisasm without Triton")
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    tool = triton.knobs.nvidia.nvdisasm.path
+    return subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whole_quads_are_accessed_at_once(variant: str, architecture: int, tmp_path: Path) -> None:
+    """16 bytes for float32, 8 for the two 16-bit types of gradients, in code of their own for each type."""
+    text = instructions(compile_variant(variant, architecture)[0], tmp_path)
+    wide_loads, wide_stores = len(re.findall(r"LDG\.E\.128", text)), len(re.findall(r"STG\.E\.128", text))
+    narrow_loads = len(re.findall(r"LDG\.E\.64\b", text))
+    if variant == "statistics":
+        passes = 16384 // 1024
+        assert wide_loads == passes
+        assert narrow_loads >= 2 * passes  # and scalars in float64
+        return
+    moments = 3 if "amsgrad=True" in variant else 2
+    passes = CUDA_LAYOUT["kElementsPerBlock"] // 1024
+    assert wide_loads == passes * (3 * (1 + moments) + 1)
+    assert wide_stores == passes * 3 * (1 + moments)
+    assert narrow_loads >= passes * 2
 
 
 def test_a_refused_source_is_an_error_with_the_log() -> None:
