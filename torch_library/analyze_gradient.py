@@ -39,8 +39,9 @@ def update(grads: list[Tensor], rows: Tensor, grad_scale: Tensor | float | None 
     amp = AmpTensors(grad_scale, None)
     amp.check_tensors(OP, rows.device)
     amp.check_values(OP)
-    table = read_table(OP, [grads, [rows]], [False, True], lambda: check(grads, rows))
-    refuse_overlap(OP, [table], ("grads", "rows"))
+    names = ("grads", "rows")
+    table = read_table(OP, names, [grads, [rows]], [False, True], lambda: check(grads, rows))
+    refuse_overlap(OP, [table], names)
     if rows.numel() == 0:
         return
     bump_versions([[rows]])

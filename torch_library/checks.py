@@ -283,6 +283,19 @@ def check_rows(op: str, name: str, rows: Tensor, count: int | None = None) -> No
     check_buffer(op, name, rows, (count, ROW_ELEMENTS))
 
 
+def refuse_missing_storage(op: str, arguments: Mapping[str, Tensor | Sequence[Tensor] | None]) -> None:
+    """Refuses tensors with elements but without memory for them (ValueError), as sharded training frees it.
+
+    Not for fakes, which have none.
+    """
+    for name, argument in arguments.items():
+        single = isinstance(argument, Tensor)
+        for i, tensor in enumerate([argument] if single else argument or ()):
+            if tensor.numel() > 0 and (tensor._is_zerotensor() or tensor.data_ptr() == 0):
+                label = name if single else f"{name}[{i}]"
+                raise ValueError(f"{op}: {label} has elements but no storage for them, which is required")
+
+
 def overlap_error(op: str, written: str, other: str) -> ValueError:
     """The error for two arguments that share memory though ``written`` is written."""
     return ValueError(

@@ -46,6 +46,7 @@ def backend(device: torch.device) -> ModuleType:
 
 def read_table(
     op: str,
+    names: Sequence[str],
     lists: Sequence[Sequence[Tensor]],
     written: Sequence[bool],
     check: Callable[[], None],
@@ -55,6 +56,7 @@ def read_table(
         table = _C.TensorTable(op, lists, written)
     except Exception:
         check()  # what cannot be read is refused there, in a sentence
+        checks.refuse_missing_storage(op.partition(" ")[0], dict(zip(names, lists, strict=True)))
         raise
     if not table.layout_known():
         check()

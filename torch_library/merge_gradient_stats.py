@@ -42,13 +42,15 @@ def update(rows: Tensor, scratch: Tensor, report: Tensor, *, hierarchical: bool 
     """The implementation."""
     checks.refuse_autograd(OP, {"rows": rows, "scratch": scratch, "report": report})
     checks.check_backend(OP, rows.device)
+    names = ("rows", "scratch", "report")
     table = read_table(
         f"{OP} hierarchical={hierarchical}",
+        names,
         [[rows], [scratch], [report]],
         [False, True, True],
         lambda: check(rows, scratch, report, hierarchical),
     )
-    refuse_overlap(OP, [table], ("rows", "scratch", "report"))
+    refuse_overlap(OP, [table], names)
     bump_versions([[scratch], [report]])
     backend(rows.device).merge_all_rows(table, hierarchical)
 

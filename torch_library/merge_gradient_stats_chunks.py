@@ -26,8 +26,9 @@ def update(rows: Tensor, merged: Tensor) -> None:
     """The implementation."""
     checks.refuse_autograd(OP, {"rows": rows, "merged": merged})
     checks.check_backend(OP, rows.device)
-    table = read_table(OP, [[rows], [merged]], [False, True], lambda: check(rows, merged))
-    refuse_overlap(OP, [table], ("rows", "merged"))
+    names = ("rows", "merged")
+    table = read_table(OP, names, [[rows], [merged]], [False, True], lambda: check(rows, merged))
+    refuse_overlap(OP, [table], names)
     bump_versions([[merged]])
     backend(rows.device).merge_rows(table)
 

@@ -115,7 +115,11 @@ def update_all(inputs: Sequence[StepInput], clip: float = 1.0) -> list[tuple[Ten
         given.check_values()
         moments = [[] if tensor is None else [tensor] for tensor in given.moments.values()]
         old = [[given.param], [given.grad], *moments]
-        olds.append(_C.TensorTable(OP, old, [False] * len(old)))
+        try:
+            olds.append(_C.TensorTable(OP, old, [False] * len(old)))
+        except ValueError:
+            checks.refuse_missing_storage(OP, {"param": given.param, "grad": given.grad, **given.moments})
+            raise
     for given in inputs:
         new = _new_results(given)
         results.append(new)

@@ -128,7 +128,7 @@ def read(
         name = op if len(groups) == 1 else f"{op}, group {i}"
         checks.refuse_autograd(name, group.lists._asdict())
         check = functools.partial(checks.check_step_lists, name, group.lists)
-        tables.append(read_table(OP, group.lists, _WRITTEN, check))
+        tables.append(read_table(OP, StepLists._fields, group.lists, _WRITTEN, check))
         group.options.check_tensors(name, device)
         group.options.check_values(name)
     scalars: dict[str, object] = {"report": report, **amp._asdict()}
