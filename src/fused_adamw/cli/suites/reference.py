@@ -186,8 +186,8 @@ def checks(compilers: Sequence[str]) -> list[Check]:
 
 SUITE = Suite(
     "reference",
-    proves="The installed CPU kernels have the bits of the C++ headers in a plain loop, as the C++ compiler of "
-    "this machine makes it.",
+    proves="The installed CPU kernels have the bits of the C++ headers in a plain loop, compiled on this "
+    "machine.",
     leaves_open="Whether the formula in the headers is right (oracle and host say that), and CUDA.",
     checks=checks,
 )
