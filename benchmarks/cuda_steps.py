@@ -14,7 +14,7 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -25,27 +25,13 @@ from rich.table import Table
 
 import fused_adamw
 from fused_adamw import _C
+from fused_adamw.cli.models import gpt2, llama, small
 from measure import write_json
 
 Step = Callable[[], object]
 ROUNDS = 5
 CALLS = 4
 MAX_NORM = 1e9  # above the norms here, so that torch works on the same gradients in each call
-
-
-def gpt2() -> list[int]:
-    """The 148 tensors of GPT-2 124M (vocabulary 50257, width 768, 12 blocks)."""
-    width = 768
-    block = [width, width, 3 * width * width, 3 * width, width * width, width, width, width]
-    block += [4 * width * width, 4 * width, 4 * width * width, width]
-    return [50257 * width, 1024 * width, *block * 12, width, width]
-
-
-def llama() -> list[int]:
-    """The 146 tensors of Llama 3.2 1B (vocabulary 128256, width 2048, 16 blocks, tied output)."""
-    width, keys, hidden = 2048, 512, 8192
-    block = [width * width, keys * width, keys * width, width * width, *[hidden * width] * 3, width, width]
-    return [128256 * width, *block * 16, width]
 
 
 class Case(NamedTuple):
@@ -73,10 +59,10 @@ CASES = (
     Case(amsgrad=True, clip=True),
 )
 
-WORKLOADS = {"GPT-2 124M": gpt2(), "Llama 1.2B": llama(), "400 small tensors (821 k)": [2052] * 400}
+WORKLOADS = {shapes.title: shapes.sizes for shapes in (gpt2(), llama(), small())}
 
 
-def parameters(sizes: list[int], dtype: torch.dtype) -> list[torch.nn.Parameter]:
+def parameters(sizes: Sequence[int], dtype: torch.dtype) -> list[torch.nn.Parameter]:
     generator = torch.Generator("cuda").manual_seed(0)
     params = []
     for size in sizes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def medians(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def variants(sizes: list[int], dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+def variants(sizes: Sequence[int], dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     """Calls of every variant on tensors of these sizes, which all share."""
     lists = [[torch.randn(size, device="cuda") for size in sizes] for _ in range(4)]
     lists[1] = [grad.to(dtype) for grad in lists[1]]

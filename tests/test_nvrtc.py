@@ -38,8 +38,7 @@ VARIANTS = {
 @functools.cache
 def compile_variant(variant: str, architecture: int) -> tuple[bytes, str]:
     source, definitions = VARIANTS[variant]
-    text = (cuda_kernels.SOURCES / source).read_text()
-    headers = {Path(name).name: (cuda_kernels.SOURCES / name).read_text() for name in cuda_kernels.HEADERS}
+    text, headers = cuda_kernels.texts(source)
     return nvrtc.compile_to_cubin(source, text, headers, architecture, (*definitions, "--ptxas-options=-v"))
 
 

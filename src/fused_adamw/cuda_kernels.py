@@ -75,10 +75,15 @@ def step_definitions(*, in_place: bool, amsgrad: bool) -> tuple[str, ...]:
     return (f"-DFUSED_ADAMW_TENSOR={tensor}", f"-DFUSED_ADAMW_AMSGRAD={str(amsgrad).lower()}")
 
 
+def texts(source: str) -> tuple[str, dict[str, str]]:
+    """What NVRTC compiles: the text of a source file, and the headers by the names they are included by."""
+    headers = {Path(name).name: (SOURCES / name).read_text() for name in HEADERS}
+    return (SOURCES / source).read_text(), headers
+
+
 def cubin(source: str, architecture: int, definitions: tuple[str, ...] = ()) -> bytes:
     """NVRTC's machine code of a source file for a compute capability (90 for 9.0), through the cache."""
-    text = (SOURCES / source).read_text()
-    headers = {Path(name).name: (SOURCES / name).read_text() for name in HEADERS}
+    text, headers = texts(source)
     key = repr((text, headers, definitions, nvrtc.OPTIONS, architecture, nvrtc.version()))
 
     def compiled() -> bytes:

@@ -7,12 +7,16 @@ from typing import Annotated
 import typer
 
 import fused_adamw
+from fused_adamw.cli.bench import bench
 from fused_adamw.cli.info import info
 from fused_adamw.cli.train import TrainCommand, train
+from fused_adamw.cli.verify import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command(cls=TrainCommand)(train)
 app.command()(info)
+app.command()(verify)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:
