@@ -93,7 +93,7 @@ class Racer:
             self.row.kernels = timing.kernels_of(self.call, device)
 
     def batch(self, storage: Storage, calls: int) -> None:
-        """From the initial state on: a call that is not timed, for what lies in the caches, then the others."""
+        """From the initial state on: a call that is not timed, for the caches, then the others."""
         storage.reset()
         self.contender.reset()
         with using(self.contender.compiler):
