@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +95,7 @@ class Contender:
 
 
 def _optimizer_step(
-    storage: Storage, make: Callable[..., torch.optim.Optimizer], grads: Sequence[Tensor], counter: Any
+    storage: Storage, make: Callable[..., torch.optim.Optimizer], grads: Sequence[Tensor]
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter], list[Tensor]]:
     params = []
     for own, grad in zip(storage.params, grads, strict=True):
@@ -105,7 +104,7 @@ def _optimizer_step(
         param.grad = grad
         params.append(param)
     optimizer = make(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-    counters = [torch.zeros((), device=counter) for _ in params]
+    counters = [torch.zeros((), device=storage.case.device) for _ in params]
     for i, param in enumerate(params):
         optimizer.state[param] = storage.state(i, counters[i])
     return optimizer, params, counters
@@ -120,7 +119,7 @@ def ours(storage: Storage, compiler: str) -> Contender:
         max_grad_norm=MAX_NORM if case.clip else None,
         capturable=True,
     )
-    optimizer, _, counters = _optimizer_step(storage, make, storage.grads, case.device)
+    optimizer, _, counters = _optimizer_step(storage, make, storage.grads)
     step: Call = optimizer.step
     if case.mode == "compile":
         step = torch.compile(optimizer.step, fullgraph=True)
@@ -130,10 +129,11 @@ def ours(storage: Storage, compiler: str) -> Contender:
 def torchs(storage: Storage, name: str, **choice: bool) -> Contender:
     """torch.optim.AdamW, with clip_grad_norm_ and a cast of 16-bit gradients where the case asks for them."""
     case = storage.case
-    capturable = case.device.type == "cuda"
+    compiled = case.mode == "compile" or name == COMPILED
+    # Counters on the device; what is compiled has them in the graph, which torch wants capturable for.
+    capturable = case.device.type == "cuda" or (compiled and "fused" not in choice)
     make = functools.partial(torch.optim.AdamW, amsgrad=case.amsgrad, capturable=capturable, **choice)
-    counter = case.device if capturable else "cpu"
-    optimizer, params, counters = _optimizer_step(storage, make, storage.wide_grads, counter)
+    optimizer, params, counters = _optimizer_step(storage, make, storage.wide_grads)
 
     def step() -> None:
         if case.dtype != torch.float32:
@@ -142,7 +142,6 @@ def torchs(storage: Storage, name: str, **choice: bool) -> Contender:
             torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
         optimizer.step()
 
-    compiled = case.mode == "compile" or name == COMPILED
     return Contender(name, torch.compile(step, dynamic=False) if compiled else step, counters)
 
 
@@ -204,7 +203,6 @@ def entries(case: Case, compilers: Sequence[str]) -> list[Entry]:
     alone = slow if case.mode == "compile" else None
     found.append(Entry(STAGED, staged))  # what the others are compared with; never compiled
     same = f"compiled, it is the {COMPILED}" if case.mode == "compile" else None
-    # Compiled on the CPU, foreach fails where fused was compiled before it (torch 2.13).
     for name, choice, lacks in (
         (FOR_LOOP, {"foreach": False, "fused": False}, compiled or alone),
         (FOREACH, {"foreach": True}, compiled or same),
