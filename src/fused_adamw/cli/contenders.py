@@ -113,11 +113,9 @@ def _optimizer_step(
 def ours(storage: Storage, compiler: str) -> Contender:
     """fused_adamw.AdamW, with the kernels of this compiler on CUDA."""
     case = storage.case
-    make = functools.partial(
-        fused_adamw.AdamW,
-        amsgrad=case.amsgrad,
-        max_grad_norm=MAX_NORM if case.clip else None,
-        capturable=True,
+    max_norm = MAX_NORM if case.clip else None
+    make: Any = functools.partial(
+        fused_adamw.AdamW, amsgrad=case.amsgrad, max_grad_norm=max_norm, capturable=True
     )
     optimizer, _, counters = _optimizer_step(storage, make, storage.grads)
     step: Call = optimizer.step
@@ -126,13 +124,13 @@ def ours(storage: Storage, compiler: str) -> Contender:
     return Contender(f"{OURS}, {compiler}" if compiler else OURS, step, counters, compiler)
 
 
-def torchs(storage: Storage, name: str, **choice: bool) -> Contender:
+def torchs(storage: Storage, name: str, **choice: Any) -> Contender:
     """torch.optim.AdamW, with clip_grad_norm_ and a cast of 16-bit gradients where the case asks for them."""
     case = storage.case
     compiled = case.mode == "compile" or name == COMPILED
     # Counters on the device; what is compiled has them in the graph, which torch wants capturable for.
     capturable = case.device.type == "cuda" or (compiled and "fused" not in choice)
-    make = functools.partial(torch.optim.AdamW, amsgrad=case.amsgrad, capturable=capturable, **choice)
+    make: Any = functools.partial(torch.optim.AdamW, amsgrad=case.amsgrad, capturable=capturable, **choice)
     optimizer, params, counters = _optimizer_step(storage, make, storage.wide_grads)
 
     def step() -> None:
@@ -195,9 +193,12 @@ def entries(case: Case, compilers: Sequence[str]) -> list[Entry]:
     found = []
     needs_cpp = _missing_cpp_compiler(case)
     compiled = needs_cpp if case.mode == "compile" else None
+    narrow = None
+    if case.mode == "compile" and case.dtype != torch.float32:
+        narrow = "torch.compile takes no parameter whose gradient has another dtype"
     for compiler in compilers if case.device.type == "cuda" else [""]:
         name = f"{OURS}, {compiler}" if compiler else OURS
-        lacks = (build.missing(compiler) if compiler else None) or compiled
+        lacks = (build.missing(compiler) if compiler else None) or compiled or narrow
         found.append(Entry(name, functools.partial(ours, compiler=compiler), lacks))
     slow = "a kernel for each tensor takes Inductor minutes; see the compiled foreach"
     alone = slow if case.mode == "compile" else None
@@ -209,7 +210,8 @@ def entries(case: Case, compilers: Sequence[str]) -> list[Entry]:
         (COMPILED, {"foreach": True}, needs_cpp),
         (FUSED, {"fused": True}, compiled),
     ):
-        found.append(Entry(name, functools.partial(torchs, name=name, **choice), lacks))
+        make: Any = functools.partial(torchs, name=name, **choice)
+        found.append(Entry(name, make, lacks))
     return found
 
 
