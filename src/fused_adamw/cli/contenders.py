@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -204,14 +205,14 @@ def entries(case: Case, compilers: Sequence[str]) -> list[Entry]:
     alone = slow if case.mode == "compile" else None
     found.append(Entry(STAGED, staged))  # what the others are compared with; never compiled
     same = f"compiled, it is the {COMPILED}" if case.mode == "compile" else None
-    for name, choice, lacks in (
+    choices: list[tuple[str, dict[str, Any], str | None]] = [
         (FOR_LOOP, {"foreach": False, "fused": False}, compiled or alone),
         (FOREACH, {"foreach": True}, compiled or same),
         (COMPILED, {"foreach": True}, needs_cpp),
         (FUSED, {"fused": True}, compiled),
-    ):
-        make: Any = functools.partial(torchs, name=name, **choice)
-        found.append(Entry(name, make, lacks))
+    ]
+    for name, choice, lacks in choices:
+        found.append(Entry(name, functools.partial(torchs, name=name, **choice), lacks))
     return found
 
 
