@@ -1,105 +1,256 @@
-"""``fused-adamw bench``: what is timed, compared and written; what cannot run is blocked."""
+"""``fused-adamw bench``: what is timed, what voids a timing, what is blocked, what is written."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from matplotlib import image
 from typer.testing import CliRunner, Result
 
-from fused_adamw.cli import bench_run, models
+from fused_adamw.cli import bench, bench_report, bench_run, contenders, models, timing
 from fused_adamw.cli.app import app
-from fused_adamw.cli.contenders import OURS
+from fused_adamw.cli.bench_run import Measured, Row
+from fused_adamw.cli.contenders import Case, Entry, Storage
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench_run.CEILING_ELEMENTS, "cpu", 1 << 20)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little to move, few rounds; nothing compiled, which has a test of its own."""
+    monkeypatch.setitem(bench_run.CEILING_ELEMENTS, "cpu", 1 << 16)
     monkeypatch.setattr(bench_run, "SMALL_ROUNDS", 2)
     monkeypatch.setattr(bench_run, "SMALL_CALLS", 2)
+    entries = contenders.entries
+
+    def without_compiled(case: Case, compilers: Sequence[str]) -> list[Entry]:
+        return [
+            Entry(entry.name, entry.make, "left out") if entry.name == contenders.COMPILED else entry
+            for entry in entries(case, compilers)
+        ]
+
+    monkeypatch.setattr(bench_run, "entries", without_compiled)
 
 
-def run(*arguments: object, expect: int) -> Result:
+def run(*arguments: object, expect: int = 0) -> Result:
     result = CliRunner().invoke(app, ["bench", "--device", "cpu", *map(str, arguments)])
     assert result.exit_code == expect, (result.output, result.exception)
     return result
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "bench.json").read_text())
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads((folder / "bench.json").read_text(), parse_constant=refuse)
 
 
-def rows(folder: Path) -> dict[str, dict[str, Any]]:
-    def find(value: Any) -> Any:
-        """The list of contenders, wherever it is."""
-        if isinstance(value, list) and value and isinstance(value[0], dict) and "outcome" in value[0]:
-            return value
-        parts = value.values() if isinstance(value, dict) else ()
-        return next((found for part in parts if (found := find(part))), None)
-
-    return {row["name"]: row for row in find(figures(folder))}
+def by_name(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in found["contenders"]}
 
 
-@pytest.mark.parametrize("options", [(), ("--clip",), ("--amsgrad", "--dtype", "bfloat16")])
-def test_all_are_measured_and_written(tmp_path: Path, options: tuple[str, ...]) -> None:
-    run("--elements", 3000, *options, "--output", tmp_path, expect=0)
-    found = rows(tmp_path)
-    ours = [name for name in found if name.startswith(OURS)]
-    assert ours
-    assert len(found) > len(ours) + 2
-    for name in ours:
-        assert found[name]["outcome"] == "measured"
-        assert found[name]["bytes_per_parameter"] > 0.0
-    assert all(row["outcome"] in ("measured", "blocked") for row in found.values())
-    assert all(row["detail"] for row in found.values() if row["outcome"] == "blocked")
-    assert image.imread(tmp_path / "bench.png").shape[2] == 4
+def test_all_contenders_are_timed(tmp_path: Path) -> None:
+    output = run("--elements", 3000, "--output", tmp_path).output
+    found = figures(tmp_path)
+    rows = by_name(found)
+    assert list(rows) == [
+        "fused_adamw",
+        "separate kernels",
+        "torch for-loop",
+        "torch foreach",
+        "torch compiled foreach",
+        "torch fused",
+    ]
+    assert rows.pop("torch compiled foreach")["outcome"] == "blocked"
+    assert "torch compiled foreach: blocked: left out" in output
+    rate = found["memory_bytes_per_second"]
+    for name, row in rows.items():
+        assert row["outcome"] == "measured", row
+        assert name in output
+        taken = row["timing"]
+        assert 0.0 < taken["least"] <= taken["median"] <= taken["most"]
+        assert taken["calls"] == 4
+        assert row["bytes_per_parameter"] == pytest.approx(taken["median"] / 3000 * rate)
+        assert row["kernels"] is row["peak_bytes"] is None  # of CUDA alone
+    assert found["work"] == {
+        "name": "one tensor of 3,000",
+        "source": "--elements",
+        "tensors": 1,
+        "parameters": 3000,
+        "gradients": "float32",
+        "amsgrad": False,
+        "clip": False,
+        "mode": "eager",
+    }
+    assert found["machine"]["versions"]["torch"] == torch.__version__
+    picture = image.imread(tmp_path / "bench.png")
+    assert picture.shape[0] > 200
+    assert picture.shape[1] > 800
 
 
-def test_a_wrong_result_voids_its_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = torch.optim.AdamW.step
-
-    def wrong_step(self: torch.optim.AdamW, closure: Any = None) -> Any:
-        result = step(self, closure)
-        with torch.no_grad():
-            self.param_groups[0]["params"][0].add_(1.0)
-        return result
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", wrong_step)
-    run("--elements", 3000, "--output", tmp_path, expect=1)
-    found = rows(tmp_path)
-    void = [name for name, row in found.items() if row["outcome"] == "void"]
-    assert void
-    assert not any(name.startswith(OURS) for name in void)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("options", [[], ["--amsgrad"], ["--clip"], ["--amsgrad", "--clip"]], ids=str)
+def test_all_contenders_come_to_the_same(tmp_path: Path, dtype: str, options: list[str]) -> None:
+    run("--elements", 1000, "--dtype", dtype, *options, "--output", tmp_path)
+    found = figures(tmp_path)
+    assert {row["outcome"] for row in found["contenders"]} == {"measured", "blocked"}
+    gradient = 4 if dtype == "float32" else 2
+    expected = 24 + gradient * (2 if "--clip" in options else 1) + (8 if "--amsgrad" in options else 0)
+    assert found["ideal_bytes_per_parameter"] == expected
 
 
-def test_graphs_are_blocked_on_the_cpu(tmp_path: Path) -> None:
-    run("--elements", 1000, "--mode", "graph", "--output", tmp_path, expect=2)
-    found = rows(tmp_path)
-    assert {row["outcome"] for row in found.values()} == {"blocked"}
-    assert "CUDA graphs need a CUDA device" in {row["detail"] for row in found.values()}
+@pytest.mark.parametrize("where", ["param", "exp_avg", "exp_avg_sq"])
+def test_a_wrong_result_voids_a_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    original = contenders.ours
+
+    def wrong(storage: Storage, compiler: str) -> contenders.Contender:
+        found = original(storage, compiler)
+        call = found.call
+
+        def step() -> None:
+            call()
+            tensors = storage.params if where == "param" else storage.moments[where]
+            tensors[0][-1] += 1e-4
+
+        found.call = step
+        return found
+
+    monkeypatch.setattr(contenders, "ours", wrong)
+    output = run("--elements", 1000, "--output", tmp_path, expect=1).output
+    row = by_name(figures(tmp_path))["fused_adamw"]
+    assert row["outcome"] == "void"
+    assert row["timing"] is row["bytes_per_parameter"] is None
+    assert row["detail"].startswith(f"wrong result in round 1: {where} of tensor 0 is up to ")
+    assert "fused_adamw: void: wrong result in round 1" in output
 
 
-def test_elements_and_a_model_are_one_too_many(tmp_path: Path) -> None:
-    result = run("--elements", 1000, "--model", "gpt2", "--output", tmp_path, expect=2)
-    assert result.stderr == "fused-adamw bench: --elements takes the place of --model; give one of them\n"
+def test_a_nan_is_a_wrong_result() -> None:
+    right = {"param": [torch.ones(3)]}
+    assert bench_run.difference({"param": [torch.ones(3) + 1e-6]}, right) == ""
+    assert "param of tensor 0" in bench_run.difference({"param": [torch.full((3,), torch.nan)]}, right)
 
 
-@pytest.mark.parametrize(
-    ("name", "tensors", "elements"),
-    # Counted in the published models: GPT-2 124M, Llama 3.2 1B, ResNet-50.
-    [
-        ("gpt2", 148, 124_439_808),
-        ("llama-1b", 146, 1_235_814_400),
-        ("resnet50", 161, 25_557_032),
-        ("small", 400, 820_800),
-    ],
-)
-def test_the_sizes_of_models(name: str, tensors: int, elements: int) -> None:
-    shapes = models.MODELS[name]()
-    assert (len(shapes.sizes), sum(shapes.sizes)) == (tensors, elements)
+def test_a_wrong_reference_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compared with the float64 formula."""
+    monkeypatch.setattr(contenders, "WEIGHT_DECAY", 0.5)
+    with pytest.raises(RuntimeError, match="the separate kernels differ from the float64 formula: param"):
+        bench_run.measure(Case(CPU, (100,)), [])
+
+
+def test_a_contender_that_raises_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory\nmore text")
+
+    monkeypatch.setattr(contenders, "torchs", broken)
+    run("--elements", 1000, "--output", tmp_path)
+    rows = by_name(figures(tmp_path))
+    assert (rows["torch fused"]["outcome"], rows["torch fused"]["detail"]) == ("blocked", "no memory")
+    monkeypatch.setattr(contenders, "ours", lambda *_, **__: 1 / 0)
+    run("--elements", 1000, "--output", tmp_path, expect=1)
+    row = by_name(figures(tmp_path))["fused_adamw"]
+    assert (row["outcome"], row["detail"]) == ("failed", "ZeroDivisionError: division by zero")
+
+
+def test_cuda_graphs_are_blocked_on_the_cpu(tmp_path: Path) -> None:
+    output = run("--mode", "graph", "--output", tmp_path, expect=2).output
+    assert "blocked: CUDA graphs need a CUDA device" in output
+    found = figures(tmp_path)
+    assert {row["outcome"] for row in found["contenders"]} == {"blocked"}
+    assert found["memory_bytes_per_second"] is None
+    assert not (tmp_path / "bench.png").exists()
+
+
+def test_without_a_card_cuda_is_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run("--device", "cuda", "--output", tmp_path, expect=2)
+    rows = by_name(figures(tmp_path))
+    assert {"fused_adamw, nvrtc", "fused_adamw, ptx"} <= rows.keys()
+    assert all(row["detail"] for row in rows.values())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_compiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "entries", contenders.entries)
+    run("--mode", "compile", "--elements", 500, "--clip", "--output", tmp_path)
+    rows = by_name(figures(tmp_path))
+    measured = {name for name, row in rows.items() if row["outcome"] == "measured"}
+    assert measured == {"fused_adamw", "separate kernels", "torch compiled foreach", "torch fused"}
+    assert rows["torch for-loop"]["detail"].startswith("a kernel for each tensor takes Inductor minutes")
+
+
+def test_what_needs_a_cpp_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    lacking = "torch.compile needs a C++ compiler, and no-such-compiler was not found"
+    eager = {entry.name: entry.blocked for entry in contenders.entries(Case(CPU, (1,)), [])}
+    assert [name for name, reason in eager.items() if reason == lacking] == ["torch compiled foreach"]
+    compiled = {
+        entry.name: entry.blocked for entry in contenders.entries(Case(CPU, (1,), mode="compile"), [])
+    }
+    assert [name for name, reason in compiled.items() if reason is None] == ["separate kernels"]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    result = run("--model", "gpt2", "--elements", 3, expect=2)
+    assert result.stderr.strip() == (
+        "fused-adamw bench: --elements takes the place of --model; give one of them"
+    )
+    file = tmp_path / "file"
+    file.touch()
+    assert "cannot write" in run("--mode", "graph", "--output", file / "folder", expect=2).stderr
+
+
+def test_ctrl_c_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_run, "measure", interrupted)
+    result = run("--elements", 10, "--output", tmp_path / "new", expect=130)
+    assert "interrupted; nothing was written" in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_exit_codes() -> None:
+    def code(ours: str, theirs: str) -> int:
+        return bench.exit_code(Measured([Row("fused_adamw", ours), Row("torch fused", theirs)], 1.0))
+
+    assert code("measured", "measured") == code("measured", "blocked") == code("measured", "failed") == 0
+    assert code("void", "measured") == code("measured", "void") == code("failed", "measured") == 1
+    assert code("blocked", "blocked") == code("blocked", "measured") == 2
+
+
+def test_the_order_turns_each_round() -> None:
+    assert timing.in_turns(["a", "b"], 3) == [["a", "b"], ["b", "a"], ["a", "b"]]
+    taken = timing.Timing.of([3.0, 1.0, 2.0])
+    assert (taken.median, taken.least, taken.most, taken.calls) == (2.0, 1.0, 3.0, 3)
+
+
+def test_why_contenders_are_left_out() -> None:
+    rows = [
+        {"name": "a", "outcome": "measured", "detail": ""},
+        {"name": "b", "outcome": "blocked", "detail": "no card"},
+        {"name": "c", "outcome": "void", "detail": "wrong"},
+        {"name": "d", "outcome": "blocked", "detail": "no card"},
+    ]
+    assert_expected_inline(
+        "\n".join(bench_report.left_out({"contenders": rows})),
+        """\
+b; d: blocked: no card
+c: void: wrong""",
+    )
+
+
+def test_the_models() -> None:
+    counts = {name: (len(shapes().sizes), shapes().elements) for name, shapes in models.MODELS.items()}
+    assert counts == {
+        "gpt2": (148, 124_439_808),
+        "llama-1b": (146, 1_235_814_400),
+        "resnet50": (161, 25_557_032),
+        "small": (400, 820_800),
+    }
+    assert {choice.value for choice in bench.ModelChoice} == set(models.MODELS)

@@ -90,7 +90,7 @@ def bench(
     kind = (device.value if device else None) or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         shapes = _shapes(model, elements)
-        case = Case(torch.device(kind), shapes.sizes, getattr(torch, dtype.value), amsgrad, clip, mode.value)
+        case = Case(_device(kind), shapes.sizes, getattr(torch, dtype.value), amsgrad, clip, mode.value)
         reason = missing_card() if kind == "cuda" else None
         if mode is ModeChoice.GRAPH and kind == "cpu":
             reason = "CUDA graphs need a CUDA device"
@@ -98,7 +98,8 @@ def bench(
             measured = bench_run.blocked(case, compiler.compilers, reason)
         else:
             with quiet_dynamo(), console.status("...") as status:
-                measured = bench_run.measure(case, compiler.compilers, status.update)
+                # The spinner turns in a thread, which would take its share of what is timed.
+                measured = bench_run.measure(case, compiler.compilers, status.update, status.stop)
         command = ["fused-adamw", *sys.argv[1:]]
         found = bench_report.figures(case, shapes.title, shapes.source, measured, command)
         paths = bench_report.write(output, found)
@@ -108,7 +109,10 @@ def bench(
     except KeyboardInterrupt:
         typer.echo("fused-adamw bench: interrupted; nothing was written", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    console.print(bench_report.table(found))
+    if measured.rate is not None:
+        console.print(bench_report.table(found))
+    for line in bench_report.left_out(found):
+        console.print(line, soft_wrap=True)
     console.print(f"figures in {', plot in '.join(map(os.fspath, paths))}", soft_wrap=True)
     raise typer.Exit(exit_code(measured))
 
@@ -121,6 +125,11 @@ def exit_code(measured: bench_run.Measured) -> int:
     if any(row.outcome == bench_run.FAILED for row in ours):
         return EXIT_WRONG
     return 0 if all(row.outcome == bench_run.MEASURED for row in ours) else EXIT_BLOCKED
+
+
+def _device(kind: str) -> torch.device:
+    available = kind == "cuda" and torch.cuda.is_available()
+    return torch.device(kind, torch.cuda.current_device()) if available else torch.device(kind)
 
 
 def _shapes(model: ModelChoice | None, elements: int | None) -> Shapes:

@@ -51,7 +51,7 @@ def table(found: dict[str, Any]) -> Table:
     words += [word for word in ("amsgrad", "clip") if work[word]]
     result = Table(title=", ".join(words))
     result.add_column("step", no_wrap=True)
-    for column in ("median", "least", "most", "bytes/parameter", "peak", "kernels"):
+    for column in ("median, us", "least", "most", "bytes/param", "peak, MiB", "kernels"):
         result.add_column(column, justify="right")
     for row in found["contenders"]:
         if row["outcome"] != MEASURED:
@@ -59,9 +59,9 @@ def table(found: dict[str, Any]) -> Table:
         timing = row["timing"]
         result.add_row(
             row["name"],
-            *(f"{timing[name] * 1e6:,.1f} us" for name in ("median", "least", "most")),
-            _shown(row["bytes_per_parameter"], "{:.1f}"),
-            "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.1f} MiB",
+            *(f"{timing[name] * 1e6:,.1f}" for name in ("median", "least", "most")),
+            _shown(row["bytes_per_parameter"], "{:,.1f}"),
+            "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.1f}",
             _shown(row["kernels"], "{}"),
         )
     ideal = found["ideal_bytes_per_parameter"]

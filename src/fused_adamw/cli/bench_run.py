@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class Racer:
             self.row.kernels = timing.kernels_of(self.call, device)
 
     def batch(self, storage: Storage, calls: int) -> None:
-        """From the initial state on: a call that is not timed, for the caches, then the others."""
+        """From the initial state on; the first call, which finds other data in the caches, is not timed."""
         storage.reset()
         self.contender.reset()
         with using(self.contender.compiler):
@@ -110,14 +111,16 @@ def blocked(case: Case, compilers: Sequence[str], reason: str) -> Measured:
 
 
 def measure(
-    case: Case, compilers: Sequence[str], note: Callable[[str], object] = lambda text: None
+    case: Case,
+    compilers: Sequence[str],
+    note: Callable[[str], object] = lambda text: None,
+    be_quiet: Callable[[], object] = lambda: None,
 ) -> Measured:
-    """Times all contenders that can run."""
+    """Times all contenders that can run; tells of the warm-up, then calls ``be_quiet`` and is so itself."""
     small = case.elements < SMALL_ELEMENTS
     rounds, calls = (SMALL_ROUNDS, SMALL_CALLS) if small else (LARGE_ROUNDS, LARGE_CALLS)
-    ceiling = CEILING_ELEMENTS[case.device.type]
     note("the rate of memory")
-    rates = [timing.memory_rate(case.device, ceiling)]
+    rates = [_memory_rate(case.device)]
     _free(case.device)
     storage = Storage(case)
     note("the reference")
@@ -130,20 +133,23 @@ def measure(
         rows.append(row)
         if racer is not None:
             racers[entry.name] = racer
+    be_quiet()
     for turn, names in enumerate(timing.in_turns(list(racers), rounds)):
         for name in names:
             racer = racers[name]
             if racer.row.outcome != MEASURED:
                 continue
-            note(f"round {turn + 1} of {rounds}: {name}")
-            racer.batch(storage, calls)
+            try:
+                racer.batch(storage, calls)
+            except Exception as error:
+                racer.row.outcome, racer.row.detail = _went_wrong(error)
+                continue
             if wrong := difference(_results(storage), expected):
                 racer.row.outcome, racer.row.detail = VOID, f"wrong result in round {turn + 1}: {wrong}"
-    note("the rate of memory")
     del expected
     _free(case.device)
     # The better of two: either alone may have been taken in a slow moment.
-    rates.append(timing.memory_rate(case.device, ceiling))
+    rates.append(_memory_rate(case.device))
     for racer in racers.values():
         if racer.row.outcome == MEASURED:
             racer.row.timing = Timing.of(racer.seconds)
@@ -158,16 +164,26 @@ def _prepared(entry: Entry, storage: Storage) -> tuple[Row, Racer | None]:
     try:
         racer = Racer(entry.make(storage), storage.case)
         racer.warm_up()
-    except (torch.OutOfMemoryError, fused_adamw.CompilerError) as error:
-        return Row(entry.name, BLOCKED, _reason(error)), None
-    except Exception as error:  # of torch, of a compiler: what cannot run has no timing, and says why
-        return Row(entry.name, FAILED, f"{type(error).__name__}: {_reason(error)}"), None
+    except Exception as error:
+        return Row(entry.name, *_went_wrong(error)), None
     return racer.row, racer
 
 
-def _reason(error: Exception) -> str:
+def _went_wrong(error: Exception) -> tuple[str, str]:
+    """The outcome of what cannot run, and the reason; errors are of torch, of compilers, of a driver."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    reason = lines[0] if lines else "no more is known"
+    if isinstance(error, (torch.OutOfMemoryError, fused_adamw.CompilerError)):
+        return BLOCKED, reason
+    return FAILED, f"{type(error).__name__}: {reason}"
+
+
+def _memory_rate(device: torch.device) -> float:
+    elements = CEILING_ELEMENTS[device.type]
+    if device.type == "cuda":
+        # Two tensors of float32, in half of what is free.
+        elements = min(elements, torch.cuda.mem_get_info(device)[0] // 16)
+    return timing.memory_rate(device, elements)
 
 
 def _free(device: torch.device) -> None:
@@ -189,12 +205,8 @@ def _expected(storage: Storage, steps: int) -> dict[str, list[Tensor]]:
     case = storage.case
     storage.reset()
     ends = [_ends(param) for param in storage.params]
-    formulas = [
-        Formula(
-            end.double().numpy(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, amsgrad=case.amsgrad
-        )
-        for end in ends
-    ]
+    options: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    formulas = [Formula(end.double().numpy(), **options, amsgrad=case.amsgrad) for end in ends]
     reference = staged(storage)
     reference.reset()
     for _ in range(steps):

@@ -96,7 +96,7 @@ class Contender:
 
 
 def _optimizer_step(
-    storage: Storage, make: Callable[..., torch.optim.Optimizer], grads: Sequence[Tensor], counter: Any
+    storage: Storage, make: Callable[..., torch.optim.Optimizer], grads: Sequence[Tensor]
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter], list[Tensor]]:
     params = []
     for own, grad in zip(storage.params, grads, strict=True):
@@ -105,7 +105,7 @@ def _optimizer_step(
         param.grad = grad
         params.append(param)
     optimizer = make(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-    counters = [torch.zeros((), device=counter) for _ in params]
+    counters = [torch.zeros((), device=storage.case.device) for _ in params]
     for i, param in enumerate(params):
         optimizer.state[param] = storage.state(i, counters[i])
     return optimizer, params, counters
@@ -114,26 +114,25 @@ def _optimizer_step(
 def ours(storage: Storage, compiler: str) -> Contender:
     """fused_adamw.AdamW, with the kernels of this compiler on CUDA."""
     case = storage.case
-    make = functools.partial(
-        fused_adamw.AdamW,
-        amsgrad=case.amsgrad,
-        max_grad_norm=MAX_NORM if case.clip else None,
-        capturable=True,
+    max_norm = MAX_NORM if case.clip else None
+    make: Any = functools.partial(
+        fused_adamw.AdamW, amsgrad=case.amsgrad, max_grad_norm=max_norm, capturable=True
     )
-    optimizer, _, counters = _optimizer_step(storage, make, storage.grads, case.device)
+    optimizer, _, counters = _optimizer_step(storage, make, storage.grads)
     step: Call = optimizer.step
     if case.mode == "compile":
         step = torch.compile(optimizer.step, fullgraph=True)
     return Contender(f"{OURS}, {compiler}" if compiler else OURS, step, counters, compiler)
 
 
-def torchs(storage: Storage, name: str, **choice: bool) -> Contender:
+def torchs(storage: Storage, name: str, **choice: Any) -> Contender:
     """torch.optim.AdamW, with clip_grad_norm_ and a cast of 16-bit gradients where the case asks for them."""
     case = storage.case
-    capturable = case.device.type == "cuda"
-    make = functools.partial(torch.optim.AdamW, amsgrad=case.amsgrad, capturable=capturable, **choice)
-    counter = case.device if capturable else "cpu"
-    optimizer, params, counters = _optimizer_step(storage, make, storage.wide_grads, counter)
+    compiled = case.mode == "compile" or name == COMPILED
+    # Counters on the device; what is compiled has them in the graph, which torch wants capturable for.
+    capturable = case.device.type == "cuda" or (compiled and "fused" not in choice)
+    make: Any = functools.partial(torch.optim.AdamW, amsgrad=case.amsgrad, capturable=capturable, **choice)
+    optimizer, params, counters = _optimizer_step(storage, make, storage.wide_grads)
 
     def step() -> None:
         if case.dtype != torch.float32:
@@ -142,7 +141,6 @@ def torchs(storage: Storage, name: str, **choice: bool) -> Contender:
             torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
         optimizer.step()
 
-    compiled = case.mode == "compile" or name == COMPILED
     return Contender(name, torch.compile(step, dynamic=False) if compiled else step, counters)
 
 
@@ -196,21 +194,24 @@ def entries(case: Case, compilers: Sequence[str]) -> list[Entry]:
     found = []
     needs_cpp = _missing_cpp_compiler(case)
     compiled = needs_cpp if case.mode == "compile" else None
+    narrow = None
+    if case.mode == "compile" and case.dtype != torch.float32:
+        narrow = "torch.compile takes no parameter whose gradient has another dtype"
     for compiler in compilers if case.device.type == "cuda" else [""]:
         name = f"{OURS}, {compiler}" if compiler else OURS
-        lacks = (build.missing(compiler) if compiler else None) or compiled
+        lacks = (build.missing(compiler) if compiler else None) or compiled or narrow
         found.append(Entry(name, functools.partial(ours, compiler=compiler), lacks))
     slow = "a kernel for each tensor takes Inductor minutes; see the compiled foreach"
     alone = slow if case.mode == "compile" else None
     found.append(Entry(STAGED, staged))  # what the others are compared with; never compiled
     same = f"compiled, it is the {COMPILED}" if case.mode == "compile" else None
-    # Compiled on the CPU, foreach fails where fused was compiled before it (torch 2.13).
-    for name, choice, lacks in (
+    choices: list[tuple[str, dict[str, Any], str | None]] = [
         (FOR_LOOP, {"foreach": False, "fused": False}, compiled or alone),
         (FOREACH, {"foreach": True}, compiled or same),
         (COMPILED, {"foreach": True}, needs_cpp),
         (FUSED, {"fused": True}, compiled),
-    ):
+    ]
+    for name, choice, lacks in choices:
         found.append(Entry(name, functools.partial(torchs, name=name, **choice), lacks))
     return found
 

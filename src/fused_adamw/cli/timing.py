@@ -53,7 +53,8 @@ def device_seconds_of(call: Call, device: torch.device) -> float:
     call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e-3
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds * 1e-3
 
 
 def in_turns(names: Sequence[str], rounds: int) -> list[list[str]]:
@@ -90,7 +91,7 @@ def kernels_of(call: Call, device: torch.device) -> int | None:
     with tempfile.TemporaryDirectory(prefix="fused-adamw-") as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+        events: list[dict[str, object]] = json.loads(path.read_text())["traceEvents"]
     # By category: marks of the profiler lie on the device's time line too.
     return sum(event.get("cat") == "kernel" for event in events)
 

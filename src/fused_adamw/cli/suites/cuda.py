@@ -32,8 +32,10 @@ from fused_adamw.cli.suites.training import (
 )
 
 # Around what a thread, a warp, a pass, a block and a row of statistics cover.
-TAILS = (1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 127, 255, 256, 257, 1023, 1024, 1025, 2047, 2048, 2049)
-TAILS = (*TAILS, 4095, 4097, 16_383, 16_384, 16_385, 32_769, 65_535, 65_536, 65_537)
+TAILS = (
+    *(1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 127, 255, 256, 257, 1023, 1024, 1025, 2047, 2048, 2049),
+    *(4095, 4097, 16_383, 16_384, 16_385, 32_769, 65_535, 65_536, 65_537),
+)
 
 # What is compared with the CPU.
 DEVICE = "cuda"

@@ -39,7 +39,10 @@ def make_optimizer(device: str, **options: Any) -> AdamW:
     params = moved(make_params(SHAPES), device)
     for param in params:
         param.grad = torch.zeros_like(param)
-    groups = [{"params": params[0::2]}, {"params": params[1::2], "maximize": True, "weight_decay": 0.5}]
+    groups: list[dict[str, Any]] = [
+        {"params": params[0::2]},
+        {"params": params[1::2], "maximize": True, "weight_decay": 0.5},
+    ]
     numbers = [torch.tensor(x, dtype=torch.float64, device=device) for x in (0.1, 0.9, 0.99)]
     return AdamW(groups, lr=numbers[0], betas=(numbers[1], numbers[2]), **options)
 

@@ -158,7 +158,7 @@ def skips() -> str:
 
 def exchange_of_states() -> str:
     """A training goes on with torch's optimizer, and with ours again."""
-    options = {"amsgrad": True}
+    options: dict[str, Any] = {"amsgrad": True}
     gradients = make_gradients(make_params(), 6)
     alone = torch.optim.AdamW(make_params(), foreach=False, **options)
     train(alone, gradients)
