@@ -38,6 +38,12 @@ SMALL = [*SIZE, "--no-compile", "--no-compare"]
 COMPILED = ["--width", "32", "--heads", "2", "--layers", "1", "--context", "64", "--batch-size", "16"]
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """What other tests compiled of the same functions counts against the limit of recompilations."""
+    torch._dynamo.reset()
+
+
 def run(*arguments: object, expect: int = 0) -> Result:
     result = CliRunner().invoke(app, ["train", *map(str, arguments)])
     assert result.exit_code == expect, (result.output, result.exception)

@@ -234,7 +234,7 @@ def test_bits_that_differ_are_named() -> None:
         FailedError, match=r"x: 1 of 3 elements differ; the one at \(1,\) is 0.0 instead of -0.0"
     ):
         check.same_bits(one, two, "x")
-    with pytest.raises(FailedError, match="x is torch.float32 of shape"):
+    with pytest.raises(FailedError, match=r"x is torch\.float32 of shape"):
         check.same_bits(one, two.double(), "x")
 
 
