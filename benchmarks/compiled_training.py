@@ -13,9 +13,8 @@ gradients, and copies, if any.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -29,7 +28,8 @@ from torch import Tensor
 
 import fused_adamw
 from fused_adamw.cli.gpt import GPT
-from measure import conditions, write_json
+from fused_adamw.cli.timing import peak_of, seconds_of, synchronize
+from measure import conditions, medians, write_json
 
 Step = Callable[[], object]
 MAX_NORM = 1.0
@@ -127,42 +127,6 @@ def captured(step: Step) -> Step:
     return graph.replay
 
 
-def peak_bytes(call: Callable[[], Step], device: torch.device) -> tuple[Step, int | None]:
-    """The result of a call, and the most memory that it took in between."""
-    if device.type != "cuda":
-        return call(), None
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = call()
-    torch.cuda.synchronize()
-    return result, torch.cuda.max_memory_allocated() - before
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds(call: Step, device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def medians(calls: dict[str, Step], size: Size, device: torch.device) -> dict[str, float]:
-    """In an order that turns with each round; the first call of each row is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(size.rounds):
-        for name in list(calls)[:: 1 if turn % 2 == 0 else -1]:
-            calls[name]()
-            found[name] += [seconds(calls[name], device) for _ in range(size.calls)]
-    return {name: statistics.median(values) for name, values in found.items()}
-
-
 def compare(way: str, size: Size, device: torch.device) -> dict[str, Figures]:
     """The figures of both optimizers, which must come to the same loss."""
     trainings: dict[str, Training] = {}
@@ -183,14 +147,17 @@ def compare(way: str, size: Size, device: torch.device) -> dict[str, Figures]:
             training.step()
             return training.step
 
-        whole[name], peaks[name] = peak_bytes(once, device)
+        gc.collect()
+        peaks[name] = peak_of(lambda name=name, once=once: whole.update({name: once()}), device)
         part = training.forward_and_backward
         parts[name] = captured(part) if way == "CUDA graph" else part
-    steps = medians(whole, size, device)
+    turns = {"rounds": size.rounds, "calls": size.calls}
+    measure = functools.partial(seconds_of, device=device)
+    steps = medians(whole, measure, **turns)
     losses = [training.last_loss.item() for training in trainings.values()]
     if abs(losses[0] - losses[1]) > 0.05 * losses[1]:
         raise SystemExit(f"{way}: the losses {losses} differ")
-    passes = medians(parts, size, device)
+    passes = medians(parts, measure, **turns)
     return {
         name: Figures(steps[name], passes[name], 1.0 - passes[name] / steps[name], peaks[name])
         for name in steps

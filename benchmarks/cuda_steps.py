@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import re
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
@@ -26,11 +24,10 @@ from rich.table import Table
 import fused_adamw
 from fused_adamw import _C
 from fused_adamw.cli.models import gpt2, llama, small
-from measure import write_json
+from fused_adamw.cli.timing import seconds_of
+from measure import medians, write_json
 
 Step = Callable[[], object]
-ROUNDS = 5
-CALLS = 4
 MAX_NORM = 1e9  # above the norms here, so that torch works on the same gradients in each call
 
 
@@ -106,11 +103,7 @@ def graphed(step: Step) -> Step:
 
 
 def seconds(call: Step) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return seconds_of(call, torch.device("cuda"))
 
 
 def device_seconds(call: Step) -> float:
@@ -122,20 +115,16 @@ def device_seconds(call: Step) -> float:
     return start.elapsed_time(end) * 1e-3
 
 
-def medians(contenders: dict[str, Step], measure: Callable[[Step], float]) -> dict[str, float]:
-    """In an order that turns with each round; the first call of each row is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(ROUNDS):
-        for name in list(contenders)[:: 1 if turn % 2 == 0 else -1]:
-            contenders[name]()
-            found[name] += [measure(contenders[name]) for _ in range(CALLS)]
-    return {name: statistics.median(values) for name, values in found.items()}
+# How often each contender is timed, for ``measure.medians``.
+TURNS = {"rounds": 5, "calls": 4}
 
 
 def copy_rate() -> float:
     source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / medians({"copy": lambda: target.copy_(source)}, device_seconds)["copy"]
+    return (
+        2 * source.nbytes / medians({"copy": lambda: target.copy_(source)}, device_seconds, **TURNS)["copy"]
+    )
 
 
 def main() -> None:
@@ -157,8 +146,9 @@ def main() -> None:
             makers = {"fused_adamw": ours, "torch fused": theirs}
             params = {contender: parameters(sizes, case.dtype) for contender in makers}
             steps = {contender: make(params[contender], case) for contender, make in makers.items()}
-            eager = medians(steps, seconds)
-            graph = medians({contender: graphed(step) for contender, step in steps.items()}, device_seconds)
+            eager = medians(steps, seconds, **TURNS)
+            graphs = {contender: graphed(step) for contender, step in steps.items()}
+            graph = medians(graphs, device_seconds, **TURNS)
             for mine, other in zip(*params.values(), strict=True):
                 torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
             for contender in makers:
@@ -167,7 +157,7 @@ def main() -> None:
                     "eager_seconds": eager[contender],
                     "graph_seconds": graph[contender],
                 }
-            del params, steps
+            del params, steps, graphs
             gc.collect()
             torch.cuda.empty_cache()
     # The ceiling is the better of two: either alone may have been taken in a slow moment.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
@@ -20,14 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 import fused_adamw
-from cuda_steps import WORKLOADS, copy_rate, device_seconds
+from cuda_steps import TURNS, WORKLOADS, copy_rate, device_seconds
 from fused_adamw import _C, cuda_kernels, nvrtc
 from fused_adamw.stats_plan import ROW_ELEMENTS, gradient_rows
-from measure import write_json
+from measure import medians, write_json
 
 Replacement = tuple[str, str]
-ROUNDS = 5
-CALLS = 4
 
 ANALYSES: dict[str, list[Replacement]] = {
     f"{bytes_} bytes a batch, {blocks} blocks": [
@@ -76,15 +73,6 @@ def compiled(source: str, replacements: list[Replacement], definitions: tuple[st
     return _C.CudaModule(0, cubin, int(passes[1]) * 1024)
 
 
-def medians(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(ROUNDS):
-        for name in list(calls)[:: 1 if turn % 2 == 0 else -1]:
-            calls[name]()
-            found[name] += [device_seconds(calls[name]) for _ in range(CALLS)]
-    return {name: statistics.median(values) for name, values in found.items()}
-
-
 def variants(sizes: Sequence[int], dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     """Calls of every variant on tensors of these sizes, which all share."""
     lists = [[torch.randn(size, device="cuda") for size in sizes] for _ in range(4)]
@@ -125,7 +113,7 @@ def main() -> None:
     for work in ("GPT-2 124M", "Llama 1.2B"):
         for dtype in (torch.float32, torch.bfloat16):
             sizes = WORKLOADS[work]
-            seconds = medians(variants(sizes, dtype))
+            seconds = medians(variants(sizes, dtype), device_seconds, **TURNS)
             kind = str(dtype).removeprefix("torch.")
             figures[f"{work}, {kind}"] = {k: v / sum(sizes) * rate for k, v in seconds.items()}
             torch.cuda.empty_cache()

@@ -14,6 +14,10 @@ from pathlib import Path
 import torch
 
 import fused_adamw
+from fused_adamw.cli.timing import in_turns
+
+Call = Callable[[], object]
+Measure = Callable[[Call], float]
 
 
 @dataclass(frozen=True)
@@ -25,25 +29,39 @@ class Timing:
     most: float
 
 
-def alternate(contenders: dict[str, Callable[[], object]], *, rounds: int, calls: int) -> dict[str, Timing]:
+def alternate(contenders: dict[str, Call], *, rounds: int, calls: int) -> dict[str, Timing]:
     """Times each contender ``calls`` times in a row, round after round, in an order that turns each round.
 
     The first call of each row is not counted: it finds another contender's data in the caches.
     """
-    names = list(contenders)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
     for call in contenders.values():
         call()
-    for turn in range(rounds):
-        for name in names if turn % 2 == 0 else reversed(names):
-            call = contenders[name]
-            for i in range(calls + 1):
-                start = time.perf_counter()
-                call()
-                end = time.perf_counter()
-                if i > 0:
-                    seconds[name].append(end - start)
+    seconds = samples(contenders, _seconds, rounds=rounds, calls=calls)
     return {name: Timing(statistics.median(s), min(s), max(s)) for name, s in seconds.items()}
+
+
+def samples(
+    contenders: dict[str, Call], measure: Measure, *, rounds: int, calls: int
+) -> dict[str, list[float]]:
+    """What ``measure`` finds for the calls that ``alternate`` counts."""
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for names in in_turns(list(contenders), rounds):
+        for name in names:
+            contenders[name]()
+            found[name] += [measure(contenders[name]) for _ in range(calls)]
+    return found
+
+
+def medians(contenders: dict[str, Call], measure: Measure, *, rounds: int, calls: int) -> dict[str, float]:
+    """The median of each contender's samples."""
+    found = samples(contenders, measure, rounds=rounds, calls=calls)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def memory_bytes_per_second(elements: int = 1 << 26) -> float:

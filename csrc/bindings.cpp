@@ -155,9 +155,6 @@ GradientType gradient_type(dlpack::DataType dtype) {
   return dtype.bits == 16 ? GradientType::kFloat16 : GradientType::kFloat32;
 }
 
-// The order of a step's lists; `written` flags are the caller's.
-enum StepList { kParams, kGrads, kExpAvgs, kExpAvgSqs, kMaxExpAvgSqs, kStateSteps };
-
 float* element_pointer(const std::vector<TensorView>& tensors, std::size_t i) {
   return tensors.empty() ? nullptr : static_cast<float*>(tensors[i].data);
 }
@@ -267,8 +264,6 @@ void analyze(const std::vector<const TensorTable*>& tables, std::size_t list, St
   cpu::analyze_gradients(gradients, ieee_inverse_grad_scale(grad_scale), rows, threads);
 }
 
-constexpr std::int64_t kValuesPerRow = sizeof(StatsRow) / sizeof(float);
-
 void merge_rows(const TensorTable& table) {
   cpu::merge_rows(rows_of(table, 0), table.tensors(0)[0].size / kValuesPerRow, rows_of(table, 1));
 }
@@ -327,6 +322,11 @@ void cuda_step_out_of_place(const cuda::Launcher& launcher, const std::vector<co
   cuda::step_out_of_place(launcher, olds, updateds, scalars, group, settings,
                           current_stream(launcher.device()));
 }
+
+// Of a Python `with` block.
+struct RelaxedCaptureScope {
+  std::optional<cuda::RelaxedCapture> relaxed;
+};
 
 // `allocate` takes a number of bytes and returns a tensor.
 std::unique_ptr<cuda::UploadingModule> uploading_module(int device, py::function allocate) {
@@ -426,7 +426,10 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception<cuda::DriverError>(m, "CudaDriverError", PyExc_RuntimeError);
   m.def("cuda_compute_capability", &cuda::compute_capability, py::arg("device"));
   m.def("cuda_driver_version", &cuda::driver_version);
-  m.def("cuda_exchange_capture_mode", &cuda::exchange_capture_mode, py::arg("mode"));
+  py::class_<RelaxedCaptureScope>(m, "CudaRelaxedCapture")
+      .def(py::init<>())
+      .def("__enter__", [](RelaxedCaptureScope& self) { self.relaxed.emplace(); })
+      .def("__exit__", [](RelaxedCaptureScope& self, const py::args&) { self.relaxed.reset(); });
   py::class_<cuda::Launcher>(m, "CudaLauncher");
   py::class_<cuda::Recorder, cuda::Launcher>(m, "CudaRecorder")
       .def(py::init<>())

@@ -28,6 +28,8 @@ struct StatsRow {
 
 static_assert(sizeof(StatsRow) == 12, "rows are stored as three consecutive FP32 values");
 
+constexpr long long kValuesPerRow = sizeof(StatsRow) / sizeof(float);
+
 // The row of elements with this greatest magnitude and this sum of squares.
 FUSED_ADAMW_FUNCTION StatsRow make_row(float max_abs, double sum_of_squares, bool nonfinite) {
   const double scale = static_cast<double>(max_abs) * static_cast<double>(max_abs);

@@ -32,6 +32,9 @@ struct Fingerprint {
   bool operator==(const Fingerprint& other) const { return low == other.low && high == other.high; }
 };
 
+// The order of a step's lists; `written` flags are the caller's.
+enum StepList { kParams, kGrads, kExpAvgs, kExpAvgSqs, kMaxExpAvgSqs, kStateSteps };
+
 class TensorTable {
  public:
   // One list of tensors, all written by the call or all only read.

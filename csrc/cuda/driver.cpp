@@ -105,16 +105,6 @@ class ContextScope {
   }
 };
 
-// Loading a module while a stream of this thread captures is legal where the mode is relaxed.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
-  ~RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
-
- private:
-  int mode_ = kCaptureModeRelaxed;
-};
-
 }  // namespace
 
 int compute_capability(int device) {
@@ -132,10 +122,11 @@ int driver_version() {
   return version;
 }
 
-int exchange_capture_mode(int mode) {
-  check(driver(), driver().exchange_capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");
-  return mode;
+RelaxedCapture::RelaxedCapture() : mode_(kCaptureModeRelaxed) {
+  check(driver(), driver().exchange_capture_mode(&mode_), "cuThreadExchangeStreamCaptureMode");
 }
+
+RelaxedCapture::~RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
 
 Module::Module(int device, const std::string& image, int elements_per_step_block)
     : device_(device),

@@ -20,9 +20,18 @@ int compute_capability(int device);
 // The driver's CUDA version, as 1000 * major + 10 * minor.
 int driver_version();
 
-// Sets what a thread may do while a stream is captured, and returns what was set before. Relaxed (2):
-// anything that concerns other streams.
-int exchange_capture_mode(int mode);
+// While it lives, this thread may do while a stream is captured what concerns no captured stream: load
+// modules, wait for another stream.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int mode_;  // what was set before
+};
 
 // Kernels of one cubin (or of PTX, a string that ends with 0), in the primary context of one device. They
 // live as long as the process: unloading would have to wait for every launch and captured graph.

@@ -11,10 +11,6 @@
 namespace fused_adamw::cuda {
 namespace {
 
-constexpr std::int64_t kValuesPerRow = sizeof(StatsRow) / sizeof(float);
-
-enum StepList { kParams, kGrads, kExpAvgs, kExpAvgSqs, kMaxExpAvgSqs, kStateSteps };
-
 GradientCode gradient_code(dlpack::DataType dtype) {
   if (dtype.code == dlpack::kBFloat) return kGradBFloat16;
   return dtype.bits == 16 ? kGradFloat16 : kGradFloat32;
@@ -126,24 +122,19 @@ class StepBatch {
   std::unique_ptr<StepParameters<Tensor>> parameters_;  // 32 KB
 };
 
-// Merging in the order of the lists [rows], [scratch], [report] that begin at `first`.
-MergeParameters rows_to_merge(const TensorTable& table, std::size_t first) {
-  const TensorView& rows = table.tensors(first)[0];
-  MergeParameters merge = {};
-  merge.rows = static_cast<float*>(rows.data);
-  merge.scratch = static_cast<float*>(table.tensors(first + 1)[0].data);
-  merge.report = static_cast<float*>(table.tensors(first + 2)[0].data);
-  merge.count = rows.size / kValuesPerRow;
-  return merge;
-}
-
-void launch_merge(const Launcher& launcher, const MergeParameters& merge, bool hierarchical, Stream stream,
+// Lists: [rows], [scratch], [report].
+void launch_merge(const Launcher& launcher, const TensorTable& table, bool hierarchical, Stream stream,
                   Start start) {
-  MergeParameters parameters = merge;
-  const bool serial = !hierarchical || merge.count == 0;
+  const TensorView& rows = table.tensors(0)[0];
+  MergeParameters parameters = {};
+  parameters.rows = static_cast<const float*>(rows.data);
+  parameters.scratch = static_cast<float*>(table.tensors(1)[0].data);
+  parameters.report = static_cast<float*>(table.tensors(2)[0].data);
+  parameters.count = rows.size / kValuesPerRow;
+  const bool serial = !hierarchical || parameters.count == 0;
   if (!serial) parameters.slot = launcher.next_slots(stream, 1);
   launcher.launch(serial ? "merge_all_rows_serially" : "merge_all_rows",
-                  serial ? 1 : blocks_of(merge.count, kRowsPerMerge), serial ? 1 : kThreads, stream,
+                  serial ? 1 : blocks_of(parameters.count, kRowsPerMerge), serial ? 1 : kThreads, stream,
                   &parameters, sizeof(parameters), start);
 }
 
@@ -231,9 +222,8 @@ void analyze_and_merge(const Launcher& launcher, const std::vector<const TensorT
                        const TensorTable& stats, const Scalar& grad_scale, bool hierarchical, Stream stream) {
   std::vector<const std::vector<TensorView>*> gradients;
   for (const TensorTable* table : tables) gradients.push_back(&table->tensors(kGrads));
-  const MergeParameters merge = rows_to_merge(stats, 0);
   launch_analysis(launcher, gradients, grad_scale, static_cast<float*>(stats.tensors(0)[0].data), stream);
-  launch_merge(launcher, merge, hierarchical, stream, Start::kOverlapping);
+  launch_merge(launcher, stats, hierarchical, stream, Start::kOverlapping);
 }
 
 void merge_rows(const Launcher& launcher, const TensorTable& table, Stream stream) {
@@ -248,7 +238,7 @@ void merge_rows(const Launcher& launcher, const TensorTable& table, Stream strea
 }
 
 void merge_all_rows(const Launcher& launcher, const TensorTable& table, bool hierarchical, Stream stream) {
-  launch_merge(launcher, rows_to_merge(table, 0), hierarchical, stream, Start::kAfterPrevious);
+  launch_merge(launcher, table, hierarchical, stream, Start::kAfterPrevious);
 }
 
 }  // namespace fused_adamw::cuda

@@ -115,11 +115,11 @@ def cuda_compute_capability(device: int) -> int:
 def cuda_driver_version() -> int:
     """1000 * major + 10 * minor."""
 
-def cuda_exchange_capture_mode(mode: int) -> int:
-    """Sets what this thread may do while a stream is captured (2: anything on other streams).
+class CudaRelaxedCapture:
+    """In its ``with`` block, what concerns no captured stream is allowed while this thread captures."""
 
-    Returns what was set before.
-    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
 CUDA_LAYOUT: dict[str, int]
 """Where the members of the kernels' parameters lie: "Struct.member" in bytes; sizes; constants."""

@@ -115,27 +115,23 @@ class Kernels:
 class TritonKernels(Kernels):
     """The same from Triton."""
 
+    def __init__(self, device: int) -> None:
+        super().__init__(device)
+        self._load_triton = functools.cache(self._load_uploading_module)
+
     def step(self, *, in_place: bool, amsgrad: bool) -> _C.CudaLauncher:
         """What launches a step."""
-        return self._load_triton([triton_compiler.STEP], in_place=in_place, amsgrad=amsgrad)
+        return self._load_triton((triton_compiler.STEP,), in_place=in_place, amsgrad=amsgrad)
 
     def stats(self) -> _C.CudaLauncher:
         """What launches the kernels of the statistics."""
         return self._load_triton(triton_compiler.STATS)
 
-    def __init__(self, device: int) -> None:
-        super().__init__(device)
-        self._modules: dict[tuple[object, ...], _C.CudaUploadingModule] = {}
-
-    def _load_triton(self, names: Sequence[str], **variant: bool) -> _C.CudaLauncher:
-        key = (*names, *variant.values())
-        module = self._modules.get(key)
-        if module is None:
-            architecture = _C.cuda_compute_capability(self._device)
-            module = _C.CudaUploadingModule(self._device, self._allocate)
-            for name in names:
-                module.add(name, *triton_code(name, architecture, **variant))
-            self._modules[key] = module
+    def _load_uploading_module(self, names: Sequence[str], **variant: bool) -> _C.CudaLauncher:
+        architecture = _C.cuda_compute_capability(self._device)
+        module = _C.CudaUploadingModule(self._device, self._allocate)
+        for name in names:
+            module.add(name, *triton_code(name, architecture, **variant))
         return module
 
     def _allocate(self, size: int) -> Tensor:

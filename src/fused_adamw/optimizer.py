@@ -369,22 +369,13 @@ class AdamW(torch.optim.Optimizer):
             self._plan = _Plan(self.param_groups, self.state, all_lists)
         return [_split_by_device(lists) for lists in all_lists]
 
-    def _init_group(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor],
-        state_steps: list[Tensor],
-    ) -> None:
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
         """Fills the lists of a group's update, and makes the states that are missing.
 
         The name and the form are those of ``torch.optim``: Dynamo runs a method of this name instead of
         tracing it, and takes what it put into the lists as inputs at static addresses.
         """
-        self._collect(group, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+        self._collect(group, *lists)
 
     def _collect(
         self,

@@ -14,7 +14,6 @@ from fused_adamw.torch_library import checks
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAXIMUM = "max_exp_avg_sq"
-_RELAXED = 2
 
 
 def complete_state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> None:
@@ -52,14 +51,11 @@ def _outside_of_capture(device: torch.device) -> Iterator[None]:
     if torch.compiler.is_compiling() or not checks.is_capturing(device):
         yield
         return
-    mode = _C.cuda_exchange_capture_mode(_RELAXED)
-    try:
+    with _C.CudaRelaxedCapture():
         stream = _idle_stream(device)
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()  # the graph cannot wait for what is no part of it
-    finally:
-        _C.cuda_exchange_capture_mode(mode)
 
 
 def _idle_stream(device: torch.device) -> torch.cuda.Stream:

@@ -17,7 +17,7 @@ from rich.table import Table
 from fused_adamw.cli import info
 from fused_adamw.cli.bench_run import MEASURED, Measured
 from fused_adamw.cli.contenders import Case
-from fused_adamw.cli.errors import CommandError
+from fused_adamw.cli.errors import refusing
 
 
 def figures(case: Case, work: str, source: str, measured: Measured, command: list[str]) -> dict[str, Any]:
@@ -87,14 +87,12 @@ def write(folder: Path, found: dict[str, Any]) -> list[Path]:
         CommandError: They cannot be written.
     """
     paths = [folder / "bench.json"]
-    try:
+    with refusing("cannot write"):
         folder.mkdir(parents=True, exist_ok=True)
         paths[0].write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
         if any(row["timing"] is not None for row in found["contenders"]):
             paths.append(folder / "bench.png")
             _plot(found, paths[1])
-    except OSError as error:
-        raise CommandError(f"cannot write {error.filename}: {error.strerror}") from None
     return paths
 
 

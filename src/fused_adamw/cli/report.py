@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 import fused_adamw
-from fused_adamw.cli.errors import CommandError
+from fused_adamw.cli.errors import refusing
 from fused_adamw.cli.training import UNTIMED_STEPS, Progress, Training
 
 OURS = "fused_adamw.AdamW"
@@ -88,11 +88,9 @@ def write(directory: Path, found: dict[str, Any]) -> tuple[Path, Path]:
         CommandError: They cannot be written.
     """
     json_path, plot_path = directory / "figures.json", directory / "loss.png"
-    try:
+    with refusing("cannot write"):
         json_path.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
         _plot(found, plot_path)
-    except OSError as error:
-        raise CommandError(f"cannot write {error.filename}: {error.strerror}") from None
     return json_path, plot_path
 
 

@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from fused_adamw.cli import checkpoint as checkpoints
 from fused_adamw.cli import report
 from fused_adamw.cli.corpus import Corpus
-from fused_adamw.cli.errors import CommandError
+from fused_adamw.cli.errors import CommandError, refusing
 from fused_adamw.cli.session import interrupts, quiet_dynamo, run_to_end
 from fused_adamw.cli.training import Settings, Training, check_compiler, deterministic
 
@@ -157,13 +157,11 @@ def _check(device: str, compiled: bool, width: int, heads: int, **numbers: float
 def _check_writable(output: Path, checkpoint: Path | None) -> None:
     """Finds out before the training, not after it."""
     folders = [output] if checkpoint is None else [output, checkpoint.parent]
-    try:
+    with refusing("cannot write to"):
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
             probe = folder / f".{os.getpid()}.probe"
             probe.touch()
             probe.unlink()
-    except OSError as error:
-        raise CommandError(f"cannot write to {error.filename}: {error.strerror}") from None
     if checkpoint is not None and checkpoint.is_dir():
         raise CommandError(f"cannot write {checkpoint}: it is a folder")

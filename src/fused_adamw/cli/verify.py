@@ -10,7 +10,7 @@ import time
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.text import Text
 import fused_adamw
 from fused_adamw import _C, cuda_kernels, torch_library
 from fused_adamw.cli import info, runner
-from fused_adamw.cli.errors import CommandError
+from fused_adamw.cli.errors import CommandError, refusing
 from fused_adamw.cli.session import interrupts
 from fused_adamw.cli.suites import SUITES
 
@@ -81,7 +81,9 @@ def verify(
     command = ["fused-adamw", *sys.argv[1:]]
     started, start = datetime.now(timezone.utc), time.perf_counter()
     try:
-        path = _made_folder(report) / "verify.json"
+        with refusing("cannot write to"):
+            report.mkdir(parents=True, exist_ok=True)
+        path = report / "verify.json"
         with interrupts() as interrupted:
             for result in results:
                 with console.status(f"{result.suite.name} ...") as status:
@@ -107,7 +109,8 @@ def verify(
             "sources": sources(),
             "suites": [result.to_json() for result in results],
         }
-        _write(path, found)
+        with refusing("cannot write"):
+            path.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
     except CommandError as error:
         typer.echo(f"fused-adamw verify: {error}", err=True)
         raise typer.Exit(EXIT_CODES[runner.BLOCKED]) from None
@@ -172,18 +175,3 @@ def _summary(result: runner.SuiteResult) -> str:
     outcomes = [check.outcome for check in result.checks]
     counts = {outcome: outcomes.count(outcome) for outcome in (runner.PASSED, runner.FAILED, runner.BLOCKED)}
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count > 0)
-
-
-def _made_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CommandError(f"cannot write to {error.filename}: {error.strerror}") from None
-    return folder
-
-
-def _write(path: Path, contents: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(contents, indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise CommandError(f"cannot write {error.filename}: {error.strerror}") from None
