@@ -28,11 +28,11 @@ PROCESSES = 5
 PROGRAM = """
 import json, sys, time
 import torch
-from fused_adamw.cuda_kernels import kernels
+from fused_adamw.cuda_kernels import StepVariant, kernels
 torch.zeros(1, device="cuda")
 seconds = {}
 for name, load in {
-    "step": lambda: kernels(0).step(in_place=True, amsgrad=False),
+    "step": lambda: kernels(0).step(StepVariant(in_place=True, amsgrad=False, weights="float32")),
     "statistics": lambda: kernels(0).stats(),
 }.items():
     start = time.perf_counter()

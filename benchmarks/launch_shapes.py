@@ -95,9 +95,9 @@ def variants(sizes: Sequence[int], dtype: torch.dtype) -> dict[str, Callable[[],
         calls[f"analyze: {name}"] = call(_C.cuda_analyze_gradients, module, grads, 1.0)
     group = _C.CudaGroupSettings(1e-3, 0.9, 0.999, 0.01, 1e-8, False)
     settings = _C.CudaStepSettings(1.0, 0.0, 1.0, None, -1.0, 1e-6)
+    variant = cuda_kernels.StepVariant(in_place=True, amsgrad=False, weights="float32")
     for name, replacements in STEPS.items():
-        definitions = cuda_kernels.step_definitions(in_place=True, amsgrad=False)
-        module = compiled(cuda_kernels.STEP, replacements, definitions)
+        module = compiled(cuda_kernels.STEP, replacements, variant.definitions())
         calls[f"step: {name}"] = call(_C.cuda_step_in_place, module, [table], [group], settings)
     return calls
 

@@ -136,7 +136,8 @@ bool is_negated(PyObject* tensor) {
   return py::reinterpret_borrow<py::object>(tensor).attr("is_neg")().cast<bool>();
 }
 
-TensorTable read_table(const std::string& op, const py::sequence& lists, const std::vector<bool>& written) {
+TensorTable read_table(const std::string& op, const py::sequence& lists, const std::vector<bool>& written,
+                       std::vector<std::int64_t> rounding_seeds) {
   if (lists.size() != written.size()) throw py::value_error("lists and written must have equal lengths");
   TensorTable table(op);
   for (std::size_t l = 0; l < written.size(); ++l) {
@@ -147,37 +148,66 @@ TensorTable read_table(const std::string& op, const py::sequence& lists, const s
       if (table.add(read_tensor(item)) == 1 && !written[l]) table.add_to_layout(is_negated(item));
     });
   }
+  table.set_rounding_seeds(std::move(rounding_seeds));
   return table;
 }
 
-GradientType gradient_type(dlpack::DataType dtype) {
-  if (dtype.code == dlpack::kBFloat) return GradientType::kBFloat16;
-  return dtype.bits == 16 ? GradientType::kFloat16 : GradientType::kFloat32;
+ElementType element_type(dlpack::DataType dtype) {
+  if (dtype.code == dlpack::kBFloat) return ElementType::kBFloat16;
+  return dtype.bits == 16 ? ElementType::kFloat16 : ElementType::kFloat32;
 }
 
-float* element_pointer(const std::vector<TensorView>& tensors, std::size_t i) {
-  return tensors.empty() ? nullptr : static_cast<float*>(tensors[i].data);
+// Of a tensor, or null where the op has no such list.
+struct Address {
+  void* data;
+  template <typename T>
+  operator T*() const {
+    return static_cast<T*>(data);
+  }
+};
+
+Address address(const TensorTable& table, StepList list, std::size_t i) {
+  const std::vector<TensorView>& tensors = table.tensors(list);
+  return {tensors.empty() ? nullptr : tensors[i].data};
 }
 
 cpu::TensorUpdate tensor_update(const TensorTable& old, const TensorTable& updated, std::size_t i,
-                                const UpdateScalars& scalars) {
-  const auto old_pointer = [&](StepList list) { return element_pointer(old.tensors(list), i); };
-  const auto new_pointer = [&](StepList list) { return element_pointer(updated.tensors(list), i); };
+                                const UpdateScalars& scalars, long long number) {
   const TensorView& grad = old.tensors(kGrads)[i];
   cpu::TensorUpdate update;
   update.size = grad.size;
   update.grad = grad.data;
-  update.grad_type = gradient_type(grad.dtype);
-  update.param = old_pointer(kParams);
-  update.exp_avg = old_pointer(kExpAvgs);
-  update.exp_avg_sq = old_pointer(kExpAvgSqs);
-  update.max_exp_avg_sq = old_pointer(kMaxExpAvgSqs);
-  update.new_param = new_pointer(kParams);
-  update.new_exp_avg = new_pointer(kExpAvgs);
-  update.new_exp_avg_sq = new_pointer(kExpAvgSqs);
-  update.new_max_exp_avg_sq = new_pointer(kMaxExpAvgSqs);
+  update.grad_type = element_type(grad.dtype);
+  update.weights = updated.weights();
+  update.param_type = element_type(old.tensors(kParams)[i].dtype);
+  update.param = address(old, kParams, i);
+  update.master = address(old, kMasters, i);
+  update.exp_avg = address(old, kExpAvgs, i);
+  update.exp_avg_sq = address(old, kExpAvgSqs, i);
+  update.max_exp_avg_sq = address(old, kMaxExpAvgSqs, i);
+  update.new_param = address(updated, kParams, i);
+  update.new_master = address(updated, kMasters, i);
+  update.new_exp_avg = address(updated, kExpAvgs, i);
+  update.new_exp_avg_sq = address(updated, kExpAvgSqs, i);
+  update.new_max_exp_avg_sq = address(updated, kMaxExpAvgSqs, i);
   update.scalars = scalars;
+  update.update_number = static_cast<std::uint64_t>(number);
+  update.rounding_seed = updated.rounding_seed(i);
   return update;
+}
+
+// As cuda_kernels.py calls the forms.
+const char* name_of(WeightForm weights) {
+  switch (weights) {
+    case kMasterWeights:
+      return "master";
+    case kStochasticWeights:
+      return "stochastic";
+    case kSplitWeights:
+      return "split";
+    default:
+      return "float32";
+  }
 }
 
 // (table, index) of the first step counter that is no count: negative, fractional, NaN or beyond int64.
@@ -227,7 +257,7 @@ void adamw_step_in_place(const std::vector<const TensorTable*>& tables,
       counter += 1.0f;
       if (step != last_step) scalars = ieee_update_scalars(options[t], step);
       last_step = step;
-      updates.push_back(tensor_update(table, table, i, scalars));
+      updates.push_back(tensor_update(table, table, i, scalars, step));
     }
   }
   const py::gil_scoped_release release;
@@ -241,7 +271,7 @@ void adamw_step(const std::vector<const TensorTable*>& olds, const std::vector<c
   updates.reserve(olds.size());
   for (std::size_t k = 0; k < olds.size(); ++k) {
     const UpdateScalars scalars = ieee_update_scalars(options[k], steps[k] + 1);
-    updates.push_back(tensor_update(*olds[k], *updateds[k], 0, scalars));
+    updates.push_back(tensor_update(*olds[k], *updateds[k], 0, scalars, steps[k] + 1));
   }
   const py::gil_scoped_release release;
   cpu::adamw_step(updates, threads);
@@ -257,7 +287,7 @@ void analyze(const std::vector<const TensorTable*>& tables, std::size_t list, St
   for (const TensorTable* table : tables) {
     gradients.reserve(gradients.size() + table->tensors(list).size());
     for (const TensorView& grad : table->tensors(list)) {
-      gradients.push_back({grad.size, grad.data, gradient_type(grad.dtype)});
+      gradients.push_back({grad.size, grad.data, element_type(grad.dtype)});
     }
   }
   const py::gil_scoped_release release;
@@ -368,8 +398,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("same_nones", &same_nones, py::arg("objects"), py::arg("expected"));
   m.def("same_entries", &same_entries, py::arg("dicts"), py::arg("key"), py::arg("expected"));
 
+  m.attr("WEIGHT_FORMS") = std::array<const char*, 4>{name_of(kFloat32Weights), name_of(kMasterWeights),
+                                                      name_of(kStochasticWeights), name_of(kSplitWeights)};
   py::class_<TensorTable>(m, "TensorTable")
-      .def(py::init(&read_table), py::arg("op"), py::arg("lists"), py::arg("written"))
+      .def(py::init(&read_table), py::arg("op"), py::arg("lists"), py::arg("written"),
+           py::arg("rounding_seeds") = std::vector<std::int64_t>())
+      .def_property_readonly("weights", [](const TensorTable& self) { return name_of(self.weights()); })
       .def("layout_known", &TensorTable::layout_known)
       .def("remember_layout", &TensorTable::remember_layout)
       .def_property_readonly("device_index", [](const TensorTable& self) { return self.device().id; })

@@ -133,6 +133,22 @@ const std::vector<TensorView>& TensorTable::tensors(std::size_t list) const {
   return list < lists_.size() ? lists_[list].tensors : none;
 }
 
+void TensorTable::set_rounding_seeds(std::vector<std::int64_t> seeds) {
+  layout_.add(seeds.size());
+  rounding_seeds_ = std::move(seeds);
+}
+
+std::uint64_t TensorTable::rounding_seed(std::size_t i) const {
+  return rounding_seeds_.empty() ? 0 : static_cast<std::uint64_t>(rounding_seeds_[i]);
+}
+
+WeightForm TensorTable::weights() const {
+  const std::vector<TensorView>& masters = tensors(kMasters);
+  if (masters.empty()) return kFloat32Weights;
+  if (masters.front().dtype.code == dlpack::kInt) return kSplitWeights;
+  return rounding_seeds_.empty() ? kMasterWeights : kStochasticWeights;
+}
+
 bool TensorTable::layout_known() const { return known_layouts().count(layout_) != 0; }
 
 void TensorTable::remember_layout() const {

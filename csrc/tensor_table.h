@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "dlpack_abi.h"
+#include "low_precision.h"
 
 namespace fused_adamw {
 
@@ -33,7 +34,7 @@ struct Fingerprint {
 };
 
 // The order of a step's lists; `written` flags are the caller's.
-enum StepList { kParams, kGrads, kExpAvgs, kExpAvgSqs, kMaxExpAvgSqs, kStateSteps };
+enum StepList { kParams, kGrads, kExpAvgs, kExpAvgSqs, kMaxExpAvgSqs, kStateSteps, kMasters };
 
 class TensorTable {
  public:
@@ -49,6 +50,13 @@ class TensorTable {
   void begin_list(bool written, std::size_t size);
   // Returns the number of elements.
   std::int64_t add(const dlpack::Tensor& tensor);
+
+  // Of a step whose parameters are rounded stochastically: a seed for each.
+  void set_rounding_seeds(std::vector<std::int64_t> seeds);
+  std::uint64_t rounding_seed(std::size_t i) const;
+
+  // How the weights of a step are kept: the same for all its tensors.
+  WeightForm weights() const;
 
   // Makes what DLPack does not tell of the last tensor a part of the layout.
   void add_to_layout(std::uint64_t word) { layout_.add(word); }
@@ -68,6 +76,7 @@ class TensorTable {
  private:
   std::vector<List> lists_;
   std::optional<dlpack::Device> first_device_;
+  std::vector<std::int64_t> rounding_seeds_;
   Fingerprint layout_;
 };
 

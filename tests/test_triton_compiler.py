@@ -16,6 +16,7 @@ import pytest
 
 from fused_adamw import errors, nvrtc
 from fused_adamw._C import CUDA_LAYOUT
+from fused_adamw.cuda_kernels import STEP_VARIANTS
 from fused_adamw.triton_kernels import compiler
 
 triton = pytest.importorskip("triton", reason="blocked: Triton is not installed")
@@ -28,13 +29,11 @@ PASSES = CUDA_LAYOUT["kElementsPerBlock"] // 1024
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{
-        f"step in_place={in_place} amsgrad={amsgrad}": {
+        "step " + " ".join(f"{name}={value}" for name, value in variant._asdict().items()): {
             "kernel": compiler.STEP,
-            "in_place": in_place,
-            "amsgrad": amsgrad,
+            **variant._asdict(),
         }
-        for in_place in (True, False)
-        for amsgrad in (True, False)
+        for variant in STEP_VARIANTS
     },
     **{kernel: {"kernel": kernel} for kernel in compiler.STATS},
 }
@@ -89,9 +88,9 @@ def test_every_operation_rounds_as_ieee_has_it(variant: str, architecture: int) 
     assert (count(r"sqrt\.rn\.f64", ptx) > 0) is step
     assert (count(r"div\.rn\.f32", ptx) > 0) is (step or variant == "analyze_gradients")
     assert count(r"div\.rn\.f64", ptx) > 0
-    # NaNs: a select for each result of each element, in both paths.
+    # NaNs: a select for each result of each element, in both paths; for a master weight that is read, too.
     if step:
-        results = 4 if "amsgrad=True" in variant else 3
+        results = (4 if "amsgrad=True" in variant else 3) + variant.endswith(("master", "stochastic"))
         assert count(r"selp\.[bf]32\s.*(0f7FC00000|2143289344)", ptx) == 2 * 4 * PASSES * results
 
 
@@ -99,12 +98,16 @@ def test_every_operation_rounds_as_ieee_has_it(variant: str, architecture: int) 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("step")])
 def test_whole_blocks_of_a_step_take_wide_accesses(variant: str, architecture: int) -> None:
     ptx = compiled(variant, architecture).ptx
-    amsgrad = "amsgrad=True" in variant
-    # Of 16-bit gradients, those of two passes may lie side by side.
-    narrow = count(r"ld\.global\.v2\.b32|ld\.global\.v4\.b16", ptx)
-    wide = count(r"ld\.global\.v4\.b32", ptx)
-    assert (wide, narrow) in {((4 + amsgrad) * PASSES, PASSES), ((4 + amsgrad) * PASSES + PASSES // 2, 0)}
-    assert count(r"st\.global\.v4\.b32", ptx) == (3 + amsgrad) * PASSES
+    # Arrays of float32 and of 16 bits besides the gradient, which may be either.
+    floats = (3 if "amsgrad=True" in variant else 2) + (not variant.endswith("split"))
+    halves = {"float32": 0, "split": 2}.get(variant.partition("weights=")[2], 1)
+    for kind, wide_arrays, narrow_arrays in (("ld", floats + 1, halves + 1), ("st", floats, halves)):
+        wide = count(rf"{kind}\.global\.v4\.b32", ptx)
+        narrow = count(rf"{kind}\.global\.v2\.b32|{kind}\.global\.v4\.b16", ptx)
+        # 16-bit elements of two passes may lie side by side.
+        side_by_side = wide - wide_arrays * PASSES
+        assert side_by_side >= 0
+        assert 2 * side_by_side + narrow == narrow_arrays * PASSES
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -140,10 +143,11 @@ def test_a_refused_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         {"kernel": "merge_rows", "in_place": True, "amsgrad": True},
         {"kernel": "adamw_step"},
         {"kernel": "adamw_step", "in_place": True},
+        {"kernel": "adamw_step", "in_place": True, "amsgrad": True},
     ],
 )
 def test_variants_are_of_the_step_alone(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="only adamw_step has variants"):
+    with pytest.raises(ValueError, match=r"has the variant .* is required"):
         compiler.compile_to_cubin(architecture=90, **arguments)
 
 

@@ -22,10 +22,11 @@ from triton.runtime import interpreter
 import fused_adamw.triton_kernels
 from cases import assert_same_bits
 from fused_adamw import _C
+from fused_adamw.cuda_kernels import StepVariant
 from fused_adamw.torch_library import cuda, library
 
 PACKAGE = "fused_adamw.triton_kernels"
-MODULES = ("parameters", "formula", "adamw_step", "gradient_stats")
+MODULES = ("parameters", "formula", "low_precision", "adamw_step", "gradient_stats")
 # Any count that no launch of a test exceeds.
 COUNTERS = 4096
 
@@ -38,28 +39,34 @@ class Interpreter:
         self.finished_blocks = torch.zeros(COUNTERS, dtype=torch.int32)
         self.launches: list[tuple[str, int]] = []
 
-    def run(self, recorder: _C.CudaRecorder, programs: Sequence[int] | None = None, **variant: bool) -> None:
-        """Runs what was recorded; ``variant`` are the compile-time arguments of the step.
+    def run(
+        self,
+        recorder: _C.CudaRecorder,
+        variant: StepVariant | None = None,
+        programs: Sequence[int] | None = None,
+    ) -> None:
+        """Runs what was recorded; ``variant`` is that of a step.
 
         ``programs``: which programs of each launch run, in this order; all in ascending order by default.
         """
+        constants = {} if variant is None else {k.upper(): v for k, v in variant._asdict().items()}
         for kernel, blocks, parameters in recorder.launches:
             order = range(blocks) if programs is None else programs
             self.launches.append((kernel, blocks))
             module = self._modules["adamw_step" if kernel == "adamw_step" else "gradient_stats"]
             struct = torch.frombuffer(bytearray(parameters), dtype=torch.uint8)
             with _interpreted_library(), _grid(blocks, order), np.errstate(all="ignore"):
-                getattr(module, kernel)[(len(order),)](struct, self.finished_blocks, **variant)
+                getattr(module, kernel)[(len(order),)](struct, self.finished_blocks, **constants)
         assert not self.finished_blocks.any(), "counters of finished programs were left behind"
 
     @contextlib.contextmanager
     def ops(self) -> Iterator[None]:
         """Inside, the ops take CPU tensors the way of CUDA tensors, up to the launch."""
         original = library.cpu, cuda.kernels
-        pending: list[tuple[_C.CudaRecorder, dict[str, bool]]] = []
+        pending: list[tuple[_C.CudaRecorder, StepVariant | None]] = []
 
-        def recorder(**variant: bool) -> _C.CudaRecorder:
-            pending.append((_C.CudaRecorder(), {name.upper(): value for name, value in variant.items()}))
+        def recorder(variant: StepVariant | None = None) -> _C.CudaRecorder:
+            pending.append((_C.CudaRecorder(), variant))
             return pending[-1][0]
 
         def through_the_interpreter(name: str) -> Any:
@@ -67,7 +74,7 @@ class Interpreter:
                 result = getattr(cuda, name)(*arguments, **options)
                 while pending:
                     recorded, variant = pending.pop(0)
-                    self.run(recorded, **variant)
+                    self.run(recorded, variant)
                 return result
 
             return call

@@ -28,7 +28,6 @@ from fused_adamw.torch_library.step_options import (
     OPTIONS_AS_NUMBERS,
     OPTIONS_AS_TENSORS,
     AmpTensors,
-    StepOptions,
     moved,
     split_options,
     tensor_arguments,
@@ -40,15 +39,17 @@ OP = "fused_adamw::adamw_scaled"
 def apply(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptions, amp: AmpTensors) -> None:
     """Updates all groups, through the op where a compiler, a mode or a subclass must see it."""
     if step_inplace.must_dispatch(groups):
-        for lists, options in groups:
-            device = lists.params[0].device
+        for group in groups:
+            device = group.lists.params[0].device
             checks.check_backend(OP, device)  # fakes know no backend
+            lists, masters = group.op_lists()
             torch.ops.fused_adamw.adamw_scaled.tensor(
                 *lists,
                 moved(report, device),
                 max_norm=guard.max_norm,
                 norm_epsilon=guard.epsilon,
-                **tensor_arguments(options, amp.on(device), device),
+                **tensor_arguments(group.options, amp.on(device), device),
+                **masters,
             )
         return
     for device, device_groups in step_inplace.by_device(groups):
@@ -93,7 +94,7 @@ def _check_report(report: Tensor, device: torch.device) -> None:
     checks.check_same_device(OP, "report", report, device)
 
 
-Run = Callable[[StepLists, Tensor, StepOptions, GradientGuardOptions, AmpTensors], Any]
+Run = Callable[[StepGroup, Tensor, GradientGuardOptions, AmpTensors], Any]
 
 
 def _operator(run: Run) -> Callable[..., None]:
@@ -109,37 +110,36 @@ def _operator(run: Run) -> Callable[..., None]:
         *,
         max_norm: float | None = None,
         norm_epsilon: float = DEFAULT_GUARD.epsilon,
+        masters: list[Tensor] | None = None,
+        rounding_seeds: list[int] | None = None,
         **options: Any,
     ) -> None:
-        lists = StepLists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+        lists = StepLists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, masters or ())
         step_options, amp = split_options(lr, **options)
-        run(lists, report, step_options, GradientGuardOptions(max_norm, norm_epsilon), amp)
+        group = StepGroup(lists, step_options, rounding_seeds or ())
+        run(group, report, GradientGuardOptions(max_norm, norm_epsilon), amp)
 
     return adamw_scaled
 
 
-def _update(
-    lists: StepLists, report: Tensor, options: StepOptions, guard: GradientGuardOptions, amp: AmpTensors
-) -> None:
-    if lists.params:
-        update([StepGroup(lists, options)], report, guard, amp)
+def _update(group: StepGroup, report: Tensor, guard: GradientGuardOptions, amp: AmpTensors) -> None:
+    if group.lists.params:
+        update([group], report, guard, amp)
     else:
-        checks.check_step_lists(OP, lists)
+        checks.check_step_lists(OP, group.lists, group.rounding_seeds)
 
 
-def _fake_update(
-    lists: StepLists, report: Tensor, options: StepOptions, guard: GradientGuardOptions, amp: AmpTensors
-) -> None:
-    step_inplace.fake_update(lists, options, amp, op=OP)
-    if lists.params:
-        _check_report(report, lists.params[0].device)
+def _fake_update(group: StepGroup, report: Tensor, guard: GradientGuardOptions, amp: AmpTensors) -> None:
+    step_inplace.fake_update(group, amp, op=OP)
+    if group.lists.params:
+        _check_report(report, group.lists.params[0].device)
     checks.check_guard(OP, guard.max_norm, guard.epsilon)
 
 
 for _overload, _options in (("", OPTIONS_AS_NUMBERS), (".tensor", OPTIONS_AS_TENSORS)):
     register(
         f"adamw_scaled{_overload}({step_inplace.LISTS}, Tensor report, {_options}, float? max_norm=None, "
-        f"float norm_epsilon={DEFAULT_GUARD.epsilon}) -> ()",
+        f"float norm_epsilon={DEFAULT_GUARD.epsilon}, {step_inplace.MASTERS}) -> ()",
         implementation=_operator(_update),
         fake=_operator(_fake_update),
     )

@@ -20,6 +20,9 @@ from fused_adamw.stats_plan import MAX_ROWS, ROW_ELEMENTS
 
 BACKENDS = ("cpu", "cuda")
 PARAM_DTYPES = (torch.float32,)
+ROUNDED_DTYPES = (torch.float16, torch.bfloat16)  # of parameters that are roundings of a master weight
+REMAINDER_DTYPE = torch.int16  # a master weight's low bits, beside a bfloat16 parameter
+MASTER_DTYPES = (torch.float32, REMAINDER_DTYPE)
 MOMENT_DTYPES = (torch.float32,)
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCALAR_DTYPES = (torch.float32, torch.float64)
@@ -36,7 +39,7 @@ LEAST_GRAD_SCALE = 2.0**-128 + 2.0**-149
 class StepLists(NamedTuple):
     """The tensors of a step, list by list: element i of each belongs to parameter i.
 
-    ``max_exp_avg_sqs`` is empty without AMSGrad.
+    ``max_exp_avg_sqs`` is empty without AMSGrad, ``masters`` where the parameters are float32.
     """
 
     params: Sequence[Tensor]
@@ -45,6 +48,7 @@ class StepLists(NamedTuple):
     exp_avg_sqs: Sequence[Tensor]
     max_exp_avg_sqs: Sequence[Tensor]
     state_steps: Sequence[Tensor]
+    masters: Sequence[Tensor] = ()
 
 
 def check_options(
@@ -147,11 +151,12 @@ def refuse_frozen_count(op: str, step: float | Tensor, device: torch.device) -> 
         )
 
 
-def refuse_host_reads(op: str, *, nonfinite: str | None, fused_step: bool) -> None:
+def refuse_host_reads(op: str, *, nonfinite: str | None, fused_step: bool, stale_master: str) -> None:
     """Refuses settings whose step reads values on the host, which no CUDA graph can (RuntimeError)."""
     for name, value, wrong, required in (
         ("nonfinite", nonfinite, "error", "'skip' or None"),
         ("fused_step", fused_step, False, "True"),
+        ("stale_master", stale_master, "error", "'resync'"),
     ):
         if value == wrong:
             raise RuntimeError(
@@ -201,24 +206,37 @@ def refuse_autograd(op: str, arguments: Mapping[str, Tensor | Sequence[Tensor] |
 def check_param_kind(op: str, name: str, param: Tensor) -> None:
     """Refuses a parameter that no layout or device could make right (TypeError)."""
     _check_strided(op, name, param)
-    _check_dtype(op, name, param, PARAM_DTYPES)
+    _check_dtype(op, name, param, (*PARAM_DTYPES, *ROUNDED_DTYPES))
 
 
-def check_step_lists(op: str, lists: StepLists) -> None:
+def check_step_lists(op: str, lists: StepLists, rounding_seeds: Sequence[int] = ()) -> None:
     """Refuses lists that do not fit together, or tensors that the kernels cannot read.
 
-    float32 parameters and moments; gradients of a dtype in ``GRAD_DTYPES``; per parameter one shape, and one
-    set of strides that leaves no hole and no overlap; step counters of one float32 element; one device.
+    float32 parameters, or 16-bit ones with masters; float32 moments; gradients of a dtype in ``GRAD_DTYPES``;
+    per parameter one shape, and one set of strides that leaves no hole and no overlap; step counters of one
+    float32 element; one device. Masters are all float32, or all remainders of bfloat16 parameters; seeds go
+    with float32 ones.
     """
     count = len(lists.params)
     for name, tensors in zip(lists._fields, lists, strict=True):
-        if len(tensors) != count and not (name == "max_exp_avg_sqs" and len(tensors) == 0):
+        if len(tensors) != count and not (name in ("max_exp_avg_sqs", "masters") and len(tensors) == 0):
             raise ValueError(f"{op}: {name} has {len(tensors)} tensors; {count}, as params, is required")
+    if rounding_seeds and len(rounding_seeds) != count:
+        raise ValueError(
+            f"{op}: rounding_seeds has {len(rounding_seeds)} numbers; {count}, as params, or none is required"
+        )
     if count == 0:
         return
     device = lists.params[0].device
     for i, (param, step) in enumerate(zip(lists.params, lists.state_steps, strict=True)):
         _check_dense(op, f"params[{i}]", param, device)
+        _check_weights(
+            op,
+            (f"params[{i}]", param),
+            (f"masters[{i}]", lists.masters[i]) if lists.masters else None,
+            lists.masters[0].dtype if i > 0 and lists.masters else None,
+            stochastic=bool(rounding_seeds),
+        )
         _check_like(op, f"grads[{i}]", lists.grads[i], GRAD_DTYPES, param)
         for name in ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
             moments: Sequence[Tensor] = getattr(lists, name)
@@ -229,10 +247,61 @@ def check_step_lists(op: str, lists: StepLists) -> None:
         check_same_device(op, f"state_steps[{i}]", step, device)
 
 
-def check_step_tensors(op: str, param: Tensor, grad: Tensor, moments: dict[str, Tensor | None]) -> None:
-    """The same for the out-of-place ops; moments are all given, or all None before the first update."""
+def _check_weights(
+    op: str,
+    param: tuple[str, Tensor],
+    master: tuple[str, Tensor] | None,
+    required: torch.dtype | None,
+    *,
+    stochastic: bool,
+) -> None:
+    """Refuses a parameter and a master weight, by their names, that are no pair.
+
+    ``required``: the dtype of the other master weights.
+    """
+    name, tensor = param
+    if master is None:
+        if tensor.dtype in ROUNDED_DTYPES:
+            raise TypeError(
+                f"{op}: {name} has dtype {tensor.dtype} and no master weight; {_one_of(PARAM_DTYPES)}, or a "
+                "master weight, is required"
+            )
+        _check_dtype(op, name, tensor, PARAM_DTYPES)
+        if stochastic:
+            raise ValueError(
+                f"{op}: rounding seeds are given, but {name}, of dtype {tensor.dtype}, is not rounded; no "
+                "seeds are required"
+            )
+        return
+    _check_dtype(op, name, tensor, ROUNDED_DTYPES)
+    master_name, weight = master
+    whole = tensor.dtype is not torch.bfloat16 or stochastic
+    _check_like(op, master_name, weight, (torch.float32,) if whole else MASTER_DTYPES, tensor)
+    if required is not None and weight.dtype is not required:
+        raise TypeError(
+            f"{op}: {master_name} has dtype {weight.dtype}; {required}, as the first one, is required"
+        )
+
+
+def check_step_tensors(
+    op: str,
+    param: Tensor,
+    grad: Tensor,
+    moments: dict[str, Tensor | None],
+    rounding_seed: int | None = None,
+) -> None:
+    """The same for the out-of-place ops; moments are all given, or all None before the first update.
+
+    ``moments`` has a "master" where the parameter is of 16 bits.
+    """
     _check_dense(op, "param", param, param.device)
     _check_like(op, "grad", grad, GRAD_DTYPES, param)
+    if moments.get("master") is not None or "master" not in moments:
+        master = moments.get("master")
+        pair = None if master is None else ("master", master)
+        _check_weights(op, ("param", param), pair, None, stochastic=rounding_seed is not None)
+    else:
+        _check_dtype(op, "param", param, ROUNDED_DTYPES)
     given = [name for name, tensor in moments.items() if tensor is not None]
     if given and len(given) < len(moments):
         missing = [name for name in moments if name not in given]
@@ -241,7 +310,7 @@ def check_step_tensors(op: str, param: Tensor, grad: Tensor, moments: dict[str, 
             "before the first update, is required"
         )
     for name, tensor in moments.items():
-        if tensor is not None:
+        if tensor is not None and name != "master":
             _check_like(op, name, tensor, MOMENT_DTYPES, param)
 
 

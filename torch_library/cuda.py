@@ -6,13 +6,14 @@ the kernels read themselves. Has the functions that ``cpu.py`` has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from fused_adamw import _C
-from fused_adamw.cuda_kernels import kernels
+from fused_adamw.cuda_kernels import StepVariant, kernels
 from fused_adamw.options import GradientGuardOptions, Scalar
+from fused_adamw.torch_library.checks import StepLists
 from fused_adamw.torch_library.step_options import AmpTensors, StepOptions
 
 
@@ -39,16 +40,15 @@ def step_in_place(
 ) -> None:
     """Updates the tensors of all tables: one launch, or more where tensors or different options are many.
 
-    Tables with maxima have launches of their own. ``after_analysis``: right after ``analyze_and_merge``.
+    Tables with maxima have launches of their own, and tables with each form of master weights.
+    ``after_analysis``: right after ``analyze_and_merge``.
     """
     settings = _settings(amp, report, guard)
-    for amsgrad in (False, True):
-        own = [i for i, table in enumerate(tables) if (table.list_size(4) > 0) is amsgrad]
-        if own:
-            module = kernels(tables[0].device_index).step(in_place=True, amsgrad=amsgrad)
-            groups = [_group(options[i]) for i in own]
-            _C.cuda_step_in_place(module, [tables[i] for i in own], groups, settings, after_analysis)
-            after_analysis = False
+    for variant, own in _by_variant(tables, in_place=True):
+        module = kernels(tables[0].device_index).step(variant)
+        groups = [_group(options[i]) for i in own]
+        _C.cuda_step_in_place(module, [tables[i] for i in own], groups, settings, after_analysis)
+        after_analysis = False
 
 
 def step_out_of_place(
@@ -60,9 +60,16 @@ def step_out_of_place(
     clip: float,
 ) -> None:
     """Updates the one tensor of each table of ``olds`` into that of ``news``."""
-    module = kernels(olds[0].device_index).step(in_place=False, amsgrad=news[0].list_size(4) > 0)
     settings = _settings(amp, None, GradientGuardOptions(), clip)
-    _C.cuda_step_out_of_place(module, olds, news, steps, _group(options), settings)
+    for variant, own in _by_variant(news, in_place=False):
+        _C.cuda_step_out_of_place(
+            kernels(olds[0].device_index).step(variant),
+            [olds[i] for i in own],
+            [news[i] for i in own],
+            [steps[i] for i in own],
+            _group(options),
+            settings,
+        )
 
 
 def analyze_and_merge(
@@ -86,6 +93,17 @@ def merge_rows(table: _C.TensorTable) -> None:
 def merge_all_rows(table: _C.TensorTable, hierarchical: bool) -> None:
     """All stages of merging: one launch."""
     _C.cuda_merge_all_rows(kernels(table.device_index).stats(), table, hierarchical)
+
+
+def _by_variant(
+    tables: Sequence[_C.TensorTable], *, in_place: bool
+) -> Iterable[tuple[StepVariant, list[int]]]:
+    """The kernels that update these tables, and which tables each."""
+    variants: dict[StepVariant, list[int]] = {}
+    for i, table in enumerate(tables):
+        amsgrad = table.list_size(StepLists._fields.index("max_exp_avg_sqs")) > 0
+        variants.setdefault(StepVariant(in_place, amsgrad, table.weights), []).append(i)
+    return variants.items()
 
 
 def _group(options: StepOptions) -> _C.CudaGroupSettings:

@@ -50,10 +50,11 @@ def read_table(
     lists: Sequence[Sequence[Tensor]],
     written: Sequence[bool],
     check: Callable[[], None],
+    rounding_seeds: Sequence[int] = (),
 ) -> _C.TensorTable:
     """Reads the tensors of a call; runs ``check`` where tensors laid out like these never passed it."""
     try:
-        table = _C.TensorTable(op, lists, written)
+        table = _C.TensorTable(op, lists, written, rounding_seeds)
     except Exception:
         check()  # what cannot be read is refused there, in a sentence
         checks.refuse_missing_storage(op.partition(" ")[0], dict(zip(names, lists, strict=True)))

@@ -1,6 +1,7 @@
 """``fused_adamw::step_``: one AdamW or AMSGrad update of many tensors, in place.
 
-Mutates ``params``, ``exp_avgs``, ``exp_avg_sqs``, ``max_exp_avg_sqs`` and ``state_steps``; reads ``grads``.
+Mutates ``params``, ``exp_avgs``, ``exp_avg_sqs``, ``max_exp_avg_sqs``, ``state_steps`` and ``masters``; reads
+``grads``.
 ``max_exp_avg_sqs`` is empty without AMSGrad. ``state_steps[i]`` counts the updates of parameter i that are
 complete; the op adds 1. It is a float32, as in ``torch.optim``, and stays at 2^24 = 16,777,216 from there on:
 both bias corrections have long been 1 by then.
@@ -9,7 +10,21 @@ both bias corrections have long been 1 by then.
 counter moves. An empty parameter is left alone, its counter too. A gradient may be exactly one of its own
 parameter's tensors; any other sharing of memory with a written tensor is refused.
 
-Moves 28 bytes per parameter (36 with AMSGrad) for float32 gradients, 2 fewer for 16-bit ones.
+Parameters of 16 bits need ``masters``, their float32 weights: the formula updates those, and the parameters
+become their roundings (``csrc/low_precision.h``), in the same pass.
+
+- float32 masters: a parameter becomes the nearest number, of two the even one. An element that was no
+  rounding of its master was written to by someone else: it stands, and the master takes its value before the
+  update.
+- int16 masters of bfloat16 parameters: the bits by which the float32 weight differs from the parameter, which
+  is the nearest number, of two the one of greater magnitude. Exact for every float32 weight; the two always
+  agree.
+- ``rounding_seeds``, one for each parameter, with float32 masters: a parameter becomes one of the two
+  neighbours by chance, on average its master. An element's random bits are a function of its parameter's
+  seed, its place in memory and the number of the update.
+
+Moves 28 bytes per parameter (36 with AMSGrad) for float32 gradients, 2 fewer for 16-bit ones; 2 fewer for
+int16 masters, 4 more for float32 masters beside 16-bit parameters, which are read and written.
 """
 
 from __future__ import annotations
@@ -48,6 +63,8 @@ LISTS = (
     "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps"
 )
+# Behind the options, where it can be left out: a schema knows no empty list of tensors as a default.
+MASTERS = "Tensor(f!)[]? masters=None, int[]? rounding_seeds=None"
 _WRITTEN = tuple(name != "grads" for name in StepLists._fields)
 
 
@@ -56,6 +73,14 @@ class StepGroup(NamedTuple):
 
     lists: StepLists
     options: StepOptions
+    rounding_seeds: Sequence[int] = ()
+
+    def op_lists(self) -> tuple[tuple[Sequence[Tensor], ...], dict[str, object]]:
+        """The tensors and seeds as positional and keyword arguments of an op."""
+        if not self.lists.masters:
+            return self.lists[:-1], {}
+        seeds = list(self.rounding_seeds) if self.rounding_seeds else None
+        return self.lists[:-1], {"masters": self.lists.masters, "rounding_seeds": seeds}
 
 
 def apply(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
@@ -64,11 +89,12 @@ def apply(groups: Sequence[StepGroup], amp: AmpTensors) -> None:
     Otherwise straight, with one launch per device. Raises as ``checks`` says.
     """
     if must_dispatch(groups):
-        for lists, options in groups:
-            device = lists.params[0].device
+        for group in groups:
+            device = group.lists.params[0].device
             checks.check_backend(OP, device)  # fakes know no backend
-            arguments = tensor_arguments(options, amp.on(device), device)
-            torch.ops.fused_adamw.step_.tensor(*lists, **arguments)
+            lists, masters = group.op_lists()
+            arguments = tensor_arguments(group.options, amp.on(device), device)
+            torch.ops.fused_adamw.step_.tensor(*lists, **arguments, **masters)
         return
     for device, device_groups in by_device(groups):
         update(device_groups, amp.on(device))
@@ -127,8 +153,9 @@ def read(
     for i, group in enumerate(groups):
         name = op if len(groups) == 1 else f"{op}, group {i}"
         checks.refuse_autograd(name, group.lists._asdict())
-        check = functools.partial(checks.check_step_lists, name, group.lists)
-        tables.append(read_table(OP, StepLists._fields, group.lists, _WRITTEN, check))
+        seeds = group.rounding_seeds
+        check = functools.partial(checks.check_step_lists, name, group.lists, seeds)
+        tables.append(read_table(OP, StepLists._fields, group.lists, _WRITTEN, check, seeds))
         group.options.check_tensors(name, device)
         group.options.check_values(name)
     scalars: dict[str, object] = {"report": report, **amp._asdict()}
@@ -163,9 +190,10 @@ def write(
     runs.step_in_place(tables, options, amp, report, guard, after_analysis=after_analysis)
 
 
-def fake_update(lists: StepLists, options: StepOptions, amp: AmpTensors, *, op: str = OP) -> None:
+def fake_update(group: StepGroup, amp: AmpTensors, *, op: str = OP) -> None:
     """The checks of ``update`` that need no values."""
-    checks.check_step_lists(op, lists)
+    lists, options, rounding_seeds = group
+    checks.check_step_lists(op, lists, rounding_seeds)
     checks.refuse_autograd(op, lists._asdict())
     if lists.params:
         device = lists.params[0].device
@@ -173,14 +201,14 @@ def fake_update(lists: StepLists, options: StepOptions, amp: AmpTensors, *, op: 
         amp.check_tensors(op, device)
 
 
-def _update(lists: StepLists, options: StepOptions, amp: AmpTensors) -> None:
-    if lists.params:
-        update([StepGroup(lists, options)], amp)
+def _update(group: StepGroup, amp: AmpTensors) -> None:
+    if group.lists.params:
+        update([group], amp)
     else:
-        checks.check_step_lists(OP, lists)
+        checks.check_step_lists(OP, group.lists, group.rounding_seeds)
 
 
-def _operator(run: Callable[[StepLists, StepOptions, AmpTensors], None]) -> Callable[..., None]:
+def _operator(run: Callable[[StepGroup, AmpTensors], None]) -> Callable[..., None]:
     def step_(
         params: list[Tensor],
         grads: list[Tensor],
@@ -189,17 +217,21 @@ def _operator(run: Callable[[StepLists, StepOptions, AmpTensors], None]) -> Call
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
         lr: Scalar = DEFAULT_OPTIONS.lr,
+        *,
+        masters: list[Tensor] | None = None,
+        rounding_seeds: list[int] | None = None,
         **options: Any,
     ) -> None:
-        lists = StepLists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
-        run(lists, *split_options(lr, **options))
+        lists = StepLists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, masters or ())
+        step_options, amp = split_options(lr, **options)
+        run(StepGroup(lists, step_options, rounding_seeds or ()), amp)
 
     return step_
 
 
 for _overload, _options in (("", OPTIONS_AS_NUMBERS), (".tensor", OPTIONS_AS_TENSORS)):
     register(
-        f"step_{_overload}({LISTS}, {_options}) -> ()",
+        f"step_{_overload}({LISTS}, {_options}, {MASTERS}) -> ()",
         implementation=_operator(_update),
         fake=_operator(fake_update),
     )

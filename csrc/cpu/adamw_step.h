@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../gradient_types.h"
+#include "../element_types.h"
 #include "../update_scalars.h"
 
 namespace fused_adamw::cpu {
@@ -14,16 +14,22 @@ namespace fused_adamw::cpu {
 struct TensorUpdate {
   std::int64_t size;  // elements
   const void* grad;
-  GradientType grad_type;
-  const float* param;
+  ElementType grad_type;
+  WeightForm weights;
+  ElementType param_type;  // of 16 bits, unless the weights are kFloat32Weights
+  const void* param;
+  const void* master;       // FP32, or the 16 bits of kSplitWeights; null with kFloat32Weights
   const float* exp_avg;     // null before the first update: exp_avg, exp_avg_sq and max_exp_avg_sq are
-  const float* exp_avg_sq;  // then taken as 0 and nothing is read
+  const float* exp_avg_sq;  // then taken as 0, the master as the parameter, and nothing is read
   const float* max_exp_avg_sq;
-  float* new_param;
+  void* new_param;
+  void* new_master;
   float* new_exp_avg;
   float* new_exp_avg_sq;
   float* new_max_exp_avg_sq;  // null without AMSGrad
   UpdateScalars scalars;
+  std::uint64_t update_number;  // what kStochasticWeights are rounded by: see philox.h
+  std::uint64_t rounding_seed;
 };
 
 // Updates all tensors with at most `threads` threads. Holds no lock and needs none: the caller must not

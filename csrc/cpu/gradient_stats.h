@@ -4,15 +4,15 @@
 #include <cstdint>
 #include <vector>
 
+#include "../element_types.h"
 #include "../gradient_stats.h"
-#include "../gradient_types.h"
 
 namespace fused_adamw::cpu {
 
 struct Gradient {
   std::int64_t size;  // elements
   const void* data;
-  GradientType type;
+  ElementType type;
 };
 
 // One row for each kElementsPerRow elements of each gradient, the gradients in order; an empty one has none.

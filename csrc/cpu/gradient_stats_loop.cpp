@@ -23,15 +23,13 @@ void add_pass(Lanes& lanes, const Element* elements, int count, float inverse_sc
   std::uint32_t nonfinite = lanes.nonfinite;
   for (int lane = 0; lane < count; ++lane) {
     const float value = to_float32(elements[lane]) * inverse_scale;
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    bits &= 0x7FFFFFFFu;
+    std::uint32_t bits = bits_of(value) & 0x7FFFFFFFu;
     // A raw NaN or infinity stays one under a positive scale, so the unscaled value tells of both.
     const std::uint32_t finite = bits < kInfinityBits ? ~0u : 0u;
     nonfinite |= ~finite;
     bits &= finite;
     max_bits = bits > max_bits ? bits : max_bits;
-    magnitudes[lane] = float_from_bits(bits);
+    magnitudes[lane] = float_of(bits);
   }
   lanes.max_bits = max_bits;
   lanes.nonfinite = nonfinite;
@@ -49,19 +47,19 @@ StatsRow analyze_elements(const Element* elements, std::int64_t count, float inv
   std::int64_t done = 0;
   for (; done + kLanes <= count; done += kLanes) add_pass(lanes, elements + done, kLanes, inverse_scale);
   add_pass(lanes, elements + done, static_cast<int>(count - done), inverse_scale);
-  return make_row(float_from_bits(lanes.max_bits), sum_lanes(lanes.squares, width), lanes.nonfinite != 0);
+  return make_row(float_of(lanes.max_bits), sum_lanes(lanes.squares, width), lanes.nonfinite != 0);
 }
 
 }  // namespace
 
 StatsRow analyze_chunk(const Gradient& gradient, std::int64_t begin, std::int64_t end, float inverse_scale) {
   switch (gradient.type) {
-    case GradientType::kFloat16:
+    case ElementType::kFloat16:
       return analyze_elements(static_cast<const Half*>(gradient.data) + begin, end - begin, inverse_scale);
-    case GradientType::kBFloat16:
+    case ElementType::kBFloat16:
       return analyze_elements(static_cast<const BFloat16*>(gradient.data) + begin, end - begin,
                               inverse_scale);
-    case GradientType::kFloat32:
+    case ElementType::kFloat32:
       break;
   }
   return analyze_elements(static_cast<const float*>(gradient.data) + begin, end - begin, inverse_scale);

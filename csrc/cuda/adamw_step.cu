@@ -7,6 +7,7 @@
 // have read it.
 #include "device_support.cuh"
 #include "gradient_stats.h"
+#include "philox.h"
 #include "update_scalars.h"
 
 namespace fused_adamw::cuda {
@@ -27,12 +28,34 @@ __device__ __forceinline__ OutOfPlaceTensor arrays(const InPlaceTensor& tensor) 
           tensor.max_exp_avg_sq, {},           tensor.shape};
 }
 
-__device__ __forceinline__ const OutOfPlaceTensor& arrays(const OutOfPlaceTensor& tensor) { return tensor; }
+__device__ __forceinline__ OutOfPlaceMasterTensor arrays(const InPlaceMasterTensor& tensor) {
+  RoundedParam rounded = tensor.rounded;
+  rounded.new_param = const_cast<void*>(rounded.old_param);  // the same: it need not be read, too
+  return {arrays(static_cast<const InPlaceTensor&>(tensor)), rounded};
+}
 
 template <typename Tensor>
-constexpr bool kInPlace = false;
+__device__ __forceinline__ const Tensor& arrays(const Tensor& tensor) {
+  return tensor;
+}
+
+// The tensors of a step, in place or not, whose weights are kept in a form.
+template <bool kInPlace, WeightForm kForm>
+struct TensorOf {
+  using type = InPlaceMasterTensor;
+};
+template <WeightForm kForm>
+struct TensorOf<false, kForm> {
+  using type = OutOfPlaceMasterTensor;
+};
 template <>
-constexpr bool kInPlace<InPlaceTensor> = true;
+struct TensorOf<true, kFloat32Weights> {
+  using type = InPlaceTensor;
+};
+template <>
+struct TensorOf<false, kFloat32Weights> {
+  using type = OutOfPlaceTensor;
+};
 
 // Whether nothing is to be updated; else the options with the values that lie on the device.
 __device__ __forceinline__ bool read_options(const StepSettings& settings, const GroupSettings& group,
@@ -56,120 +79,279 @@ __device__ __forceinline__ bool read_options(const StepSettings& settings, const
 // What thread 0 forms for its block.
 struct BlockScalars {
   UpdateScalars scalars;
+  long long update_number;
   bool skip;
 };
 
-// Four elements of a thread.
-template <typename Gradient, bool kAmsgrad>
+// Four elements of a thread that are all there, and that one access reaches.
+struct WholeQuad {
+  long long first;
+
+  template <typename Element>
+  __device__ __forceinline__ void load(Packed<Element>& packed, const Element* source) const {
+    packed.load(source + first);
+  }
+  template <typename Element>
+  __device__ __forceinline__ void store(Element* target, const Element (&values)[4]) const {
+    store4(target + first, values);
+  }
+};
+
+// Four of which some may lie behind the tensor's end; one by one.
+struct PartialQuad {
+  long long first;
+  long long size;
+
+  template <typename Element>
+  __device__ __forceinline__ void load(Packed<Element>& packed, const Element* source) const {
+    packed.load_some(source + first, size - first);
+  }
+  template <typename Element>
+  __device__ __forceinline__ void store(Element* target, const Element (&values)[4]) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (first + k < size) target[first + k] = values[k];
+    }
+  }
+};
+
+// Four weights of a thread, a class per form. Without state there is no master weight yet: the parameter is
+// it.
+template <WeightForm kForm>
+struct Weights;
+
+template <>
+struct Weights<kFloat32Weights> {
+  Packed<float> param;
+
+  template <typename Place>
+  __device__ __forceinline__ void load(const OutOfPlaceTensor& tensor, const Place& place, bool) {
+    place.load(param, tensor.param);
+  }
+  __device__ __forceinline__ void unpack(const OutOfPlaceTensor&, bool, float (&weights)[4]) const {
+    param.unpack(weights);
+  }
+  template <typename Place>
+  __device__ __forceinline__ void store(const OutOfPlaceTensor& tensor, const Place& place,
+                                        long long, const BlockScalars&, const float (&weights)[4]) const {
+    place.store(tensor.new_param, weights);
+  }
+  // As they were read.
+  template <typename Place>
+  __device__ __forceinline__ void copy(const OutOfPlaceTensor& tensor, const Place& place, bool) const {
+    float weights[4];
+    param.unpack(weights);
+    place.store(tensor.new_param, weights);
+  }
+};
+
+template <bool kStochastic>
+struct RoundedWeights {
+  Packed<float> master;
+  Packed<BFloat16> param;  // or float16: the bits alone
+
+  template <typename Place>
+  __device__ __forceinline__ void load(const OutOfPlaceMasterTensor& tensor, const Place& place,
+                                       bool has_state) {
+    master = {};
+    if (has_state) place.load(master, tensor.param);
+    place.load(param, static_cast<const BFloat16*>(tensor.rounded.old_param));
+  }
+  __device__ __forceinline__ void unpack(const OutOfPlaceMasterTensor& tensor, bool has_state,
+                                         float (&weights)[4]) const {
+    if (tensor.rounded.type == kFloat16) {
+      unpack_as<Half>(has_state, weights);
+    } else {
+      unpack_as<BFloat16>(has_state, weights);
+    }
+  }
+  template <typename Place>
+  __device__ __forceinline__ void store(const OutOfPlaceMasterTensor& tensor, const Place& place,
+                                        long long first, const BlockScalars& shared, const float (&weights)[4]) const {
+    place.store(tensor.new_param, weights);
+    RandomBits random = {};
+    if (kStochastic) {
+      random = random_bits(tensor.rounded.rounding_seed, first / 4, shared.update_number);
+    }
+    unsigned short params[4];
+    if (tensor.rounded.type == kFloat16) {
+      round_to<Half>(weights, random, params);
+    } else {
+      round_to<BFloat16>(weights, random, params);
+    }
+    place.store(static_cast<unsigned short*>(tensor.rounded.new_param), params);
+  }
+  template <typename Place>
+  __device__ __forceinline__ void copy(const OutOfPlaceMasterTensor& tensor, const Place& place,
+                                       bool has_state) const {
+    unsigned short params[4];
+    param.unpack(params);
+    place.store(static_cast<unsigned short*>(tensor.rounded.new_param), params);
+    float weights[4];
+    if (has_state) {
+      master.unpack(weights);
+    } else {
+      unpack(tensor, has_state, weights);
+    }
+    place.store(tensor.new_param, weights);
+  }
+
+ private:
+  template <typename Param>
+  __device__ __forceinline__ void unpack_as(bool has_state, float (&weights)[4]) const {
+    unsigned short params[4];
+    param.unpack(params);
+    master.unpack(weights);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      weights[k] = has_state ? current_master<kStochastic>(weights[k], Param{params[k]})
+                             : to_float32(Param{params[k]});
+    }
+  }
+  template <typename Param>
+  __device__ __forceinline__ void round_to(const float (&weights)[4], const RandomBits& random,
+                                           unsigned short (&params)[4]) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      params[k] = (kStochastic ? round_stochastically(weights[k], random.words[k], Param{})
+                               : round_to_nearest(weights[k], Param{}))
+                      .bits;
+    }
+  }
+};
+
+template <>
+struct Weights<kMasterWeights> : RoundedWeights<false> {};
+template <>
+struct Weights<kStochasticWeights> : RoundedWeights<true> {};
+
+template <>
+struct Weights<kSplitWeights> {
+  Packed<BFloat16> param;
+  Packed<BFloat16> remainder;  // 16 bits each
+
+  template <typename Place>
+  __device__ __forceinline__ void load(const OutOfPlaceMasterTensor& tensor, const Place& place,
+                                       bool has_state) {
+    place.load(param, static_cast<const BFloat16*>(tensor.rounded.old_param));
+    remainder = {};
+    if (has_state) place.load(remainder, reinterpret_cast<const BFloat16*>(tensor.param));
+  }
+  __device__ __forceinline__ void unpack(const OutOfPlaceMasterTensor&, bool, float (&weights)[4]) const {
+    unsigned short params[4], remainders[4];
+    param.unpack(params);
+    remainder.unpack(remainders);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) weights[k] = join_weight(BFloat16{params[k]}, remainders[k]);
+  }
+  template <typename Place>
+  __device__ __forceinline__ void store(const OutOfPlaceMasterTensor& tensor, const Place& place,
+                                        long long, const BlockScalars&, const float (&weights)[4]) const {
+    unsigned short params[4], remainders[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const SplitWeight split = split_weight(weights[k]);
+      params[k] = split.param.bits;
+      remainders[k] = split.remainder;
+    }
+    store_both(tensor, place, params, remainders);
+  }
+  template <typename Place>
+  __device__ __forceinline__ void copy(const OutOfPlaceMasterTensor& tensor, const Place& place, bool) const {
+    unsigned short params[4], remainders[4];
+    param.unpack(params);
+    remainder.unpack(remainders);
+    store_both(tensor, place, params, remainders);
+  }
+
+ private:
+  template <typename Place>
+  __device__ __forceinline__ void store_both(const OutOfPlaceMasterTensor& tensor, const Place& place,
+                                             const unsigned short (&params)[4],
+                                             const unsigned short (&remainders)[4]) const {
+    place.store(static_cast<unsigned short*>(tensor.rounded.new_param), params);
+    place.store(reinterpret_cast<unsigned short*>(tensor.new_param), remainders);
+  }
+};
+
+// Four elements of a thread. `Tensor` is OutOfPlaceTensor or OutOfPlaceMasterTensor.
+template <typename Gradient, bool kAmsgrad, WeightForm kForm>
 struct Quad {
   Packed<Gradient> grad;
-  Packed<float> param4, exp_avg4, exp_avg_sq4, max_exp_avg_sq4;
-  float param[4], exp_avg[4], exp_avg_sq[4], max_exp_avg_sq[4];
+  Weights<kForm> weights4;
+  Packed<float> exp_avg4, exp_avg_sq4, max_exp_avg_sq4;
+  float weights[4], exp_avg[4], exp_avg_sq[4], max_exp_avg_sq[4];
 
   // `has_state`: there are moments; else they are taken as 0.
-  __device__ __forceinline__ void load(const OutOfPlaceTensor& tensor, long long first, bool has_state) {
-    const Gradient* grads = static_cast<const Gradient*>(tensor.grad);
+  template <typename Tensor>
+  __device__ __forceinline__ void load(const Tensor& tensor, long long first, bool has_state) {
     exp_avg4 = exp_avg_sq4 = max_exp_avg_sq4 = {};
-    if (whole(tensor, first)) {
-      param4.load(tensor.param + first);
-      grad.load(grads + first);
+    at(tensor, first, [&](auto place) {
+      weights4.load(tensor, place, has_state);
+      place.load(grad, static_cast<const Gradient*>(tensor.grad));
       if (has_state) {
-        exp_avg4.load(tensor.exp_avg + first);
-        exp_avg_sq4.load(tensor.exp_avg_sq + first);
-        if (kAmsgrad) max_exp_avg_sq4.load(tensor.max_exp_avg_sq + first);
+        place.load(exp_avg4, tensor.exp_avg);
+        place.load(exp_avg_sq4, tensor.exp_avg_sq);
+        if (kAmsgrad) place.load(max_exp_avg_sq4, tensor.max_exp_avg_sq);
       }
-      return;
-    }
-    const long long count = tensor.shape.size - first;
-    param4.load_some(tensor.param + first, count);
-    grad.load_some(grads + first, count);
-    if (has_state) {
-      exp_avg4.load_some(tensor.exp_avg + first, count);
-      exp_avg_sq4.load_some(tensor.exp_avg_sq + first, count);
-      if (kAmsgrad) max_exp_avg_sq4.load_some(tensor.max_exp_avg_sq + first, count);
-    }
+    });
   }
 
-  __device__ __forceinline__ void unpack() {
-    param4.unpack(param);
-    exp_avg4.unpack(exp_avg);
-    exp_avg_sq4.unpack(exp_avg_sq);
-    max_exp_avg_sq4.unpack(max_exp_avg_sq);
-  }
-
-  __device__ __forceinline__ void update(const UpdateScalars& scalars) {
+  template <typename Tensor>
+  __device__ __forceinline__ void update(const Tensor& tensor, long long first, bool has_state,
+                                         const BlockScalars& shared) {
+    weights4.unpack(tensor, has_state, weights);
+    unpack_state();
     float gradients[4];
     grad.unpack(gradients);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const Element old = {param[k], exp_avg[k], exp_avg_sq[k], max_exp_avg_sq[k]};
-      const Element element = adamw_update<kAmsgrad>(old, gradients[k], scalars);
-      param[k] = element.param;
+      const Element old = {weights[k], exp_avg[k], exp_avg_sq[k], max_exp_avg_sq[k]};
+      const Element element = adamw_update<kAmsgrad>(old, gradients[k], shared.scalars);
+      weights[k] = element.param;
       exp_avg[k] = element.exp_avg;
       exp_avg_sq[k] = element.exp_avg_sq;
       max_exp_avg_sq[k] = element.max_exp_avg_sq;
     }
+    at(tensor, first, [&](auto place) {
+      weights4.store(tensor, place, first, shared, weights);
+      store_state(tensor, place);
+    });
   }
 
-  __device__ __forceinline__ void store(const OutOfPlaceTensor& tensor, long long first) const {
-    if (whole(tensor, first)) {
-      store4(tensor.new_param + first, param);
-      store4(tensor.new_exp_avg + first, exp_avg);
-      store4(tensor.new_exp_avg_sq + first, exp_avg_sq);
-      if (kAmsgrad) store4(tensor.new_max_exp_avg_sq + first, max_exp_avg_sq);
-      return;
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if (first + k < tensor.shape.size) {
-        tensor.new_param[first + k] = param[k];
-        tensor.new_exp_avg[first + k] = exp_avg[k];
-        tensor.new_exp_avg_sq[first + k] = exp_avg_sq[k];
-        if (kAmsgrad) tensor.new_max_exp_avg_sq[first + k] = max_exp_avg_sq[k];
-      }
-    }
+  // Of a step that is skipped, out of place.
+  template <typename Tensor>
+  __device__ __forceinline__ void copy(const Tensor& tensor, long long first, bool has_state) {
+    unpack_state();
+    at(tensor, first, [&](auto place) {
+      weights4.copy(tensor, place, has_state);
+      store_state(tensor, place);
+    });
   }
 
  private:
-  static __device__ __forceinline__ bool whole(const OutOfPlaceTensor& tensor, long long first) {
-    return tensor.shape.vectorised && first + 4 <= tensor.shape.size;
+  // All accesses in one branch or the other, so that they are under way together.
+  template <typename Function>
+  static __device__ __forceinline__ void at(const OutOfPlaceTensor& tensor, long long first,
+                                            const Function& function) {
+    if (tensor.shape.vectorised && first + 4 <= tensor.shape.size) {
+      function(WholeQuad{first});
+    } else {
+      function(PartialQuad{first, tensor.shape.size});
+    }
+  }
+  __device__ __forceinline__ void unpack_state() {
+    exp_avg4.unpack(exp_avg);
+    exp_avg_sq4.unpack(exp_avg_sq);
+    max_exp_avg_sq4.unpack(max_exp_avg_sq);
+  }
+  template <typename Place>
+  __device__ __forceinline__ void store_state(const OutOfPlaceTensor& tensor, const Place& place) const {
+    place.store(tensor.new_exp_avg, exp_avg);
+    place.store(tensor.new_exp_avg_sq, exp_avg_sq);
+    if (kAmsgrad) place.store(tensor.new_max_exp_avg_sq, max_exp_avg_sq);
   }
 };
-
-template <typename Gradient, bool kAmsgrad>
-__device__ __forceinline__ void update_block(const OutOfPlaceTensor& tensor, long long first, bool in_place,
-                                             const BlockScalars& shared) {
-  Quad<Gradient, kAmsgrad> quads[kStepPasses];
-#pragma unroll
-  for (int i = 0; i < kStepPasses; ++i) {
-    quads[i].load(tensor, first + i * kElementsPerPass, in_place || tensor.exp_avg != nullptr);
-  }
-  __syncthreads();
-  if (shared.skip && in_place) return;
-#pragma unroll
-  for (int i = 0; i < kStepPasses; ++i) {
-    asm volatile("" : : : "memory");  // the scalars are read anew: kept, they would take ten registers
-    quads[i].unpack();
-    if (!shared.skip) quads[i].update(shared.scalars);
-    quads[i].store(tensor, first + i * kElementsPerPass);
-  }
-}
-
-// The end of a block's work in place: the last block of a tensor advances its counter, when all have read it.
-__device__ __forceinline__ void finish(const StepParameters<InPlaceTensor>& parameters, bool skip) {
-  if (threadIdx.x != 0) return;
-  // Searched for again: kept until here, it would cost the elements registers.
-  const int index = find_tensor(parameters.index, blockIdx.x);
-  const InPlaceTensor& tensor = parameters.tensors[index];
-  const unsigned blocks =
-      static_cast<unsigned>((tensor.shape.size + kElementsPerBlock - 1) / kElementsPerBlock);
-  unsigned& finished = finished_blocks[parameters.slot + index];
-  if (atomicAdd(&finished, 1u) + 1u != blocks) return;
-  finished = 0;
-  if (!skip) *tensor.step += 1.0f;
-}
-
-__device__ __forceinline__ void finish(const StepParameters<OutOfPlaceTensor>&, bool) {}
 
 // The first element of this thread.
 template <typename Tensor>
@@ -178,8 +360,55 @@ __device__ __forceinline__ long long first_element(const StepParameters<Tensor>&
   return block * kElementsPerBlock + threadIdx.x * kElementsPerThread;
 }
 
-template <typename Tensor, bool kAmsgrad>
-__device__ __forceinline__ void step(const StepParameters<Tensor>& parameters) {
+template <typename Gradient, bool kInPlace, bool kAmsgrad, WeightForm kForm, typename Tensor>
+__device__ __forceinline__ void update_block(const StepParameters<Tensor>& parameters, int index,
+                                             const BlockScalars& shared) {
+  Quad<Gradient, kAmsgrad, kForm> quads[kStepPasses];
+  // In place there is a state; out of place there is none before the first update.
+  const auto has_state = [](const auto& tensor) { return kInPlace || tensor.exp_avg != nullptr; };
+  {
+    const auto tensor = arrays(parameters.tensors[index]);
+    const long long first = first_element(parameters, index);
+#pragma unroll
+    for (int i = 0; i < kStepPasses; ++i) {
+      quads[i].load(tensor, first + i * kElementsPerPass, has_state(tensor));
+    }
+  }
+  __syncthreads();
+  if (kInPlace && shared.skip) return;
+#pragma unroll
+  for (int i = 0; i < kStepPasses; ++i) {
+    // The scalars and the addresses are read anew: kept while the elements are under way, they would take
+    // some twenty registers.
+    asm volatile("" : "+r"(index) : : "memory");
+    const auto tensor = arrays(parameters.tensors[index]);
+    const long long first = first_element(parameters, index) + i * kElementsPerPass;
+    if (!kInPlace && shared.skip) {
+      quads[i].copy(tensor, first, has_state(tensor));
+    } else {
+      quads[i].update(tensor, first, has_state(tensor), shared);
+    }
+  }
+}
+
+// The end of a block's work in place: the last block of a tensor advances its counter, when all have read it.
+template <typename Tensor>
+__device__ __forceinline__ void finish(const StepParameters<Tensor>& parameters, bool skip) {
+  if (threadIdx.x != 0) return;
+  // Searched for again: kept until here, it would cost the elements registers.
+  const int index = find_tensor(parameters.index, blockIdx.x);
+  const Tensor& tensor = parameters.tensors[index];
+  const unsigned blocks =
+      static_cast<unsigned>((tensor.shape.size + kElementsPerBlock - 1) / kElementsPerBlock);
+  unsigned& finished = finished_blocks[parameters.slot + index];
+  if (atomicAdd(&finished, 1u) + 1u != blocks) return;
+  finished = 0;
+  if (!skip) *tensor.step += 1.0f;
+}
+
+template <bool kInPlace, bool kAmsgrad, WeightForm kForm>
+__device__ __forceinline__ void step(
+    const StepParameters<typename TensorOf<kInPlace, kForm>::type>& parameters) {
   __shared__ BlockScalars shared;
   int index = find_tensor(parameters.index, blockIdx.x);
   // Before this warp's loads, or the float64 values would take registers beside the elements; the seven other
@@ -188,27 +417,24 @@ __device__ __forceinline__ void step(const StepParameters<Tensor>& parameters) {
     // The other threads may load what they update at once: the launches before this one only read it. They
     // write after the barrier that this thread comes to.
     wait_for_previous();
-    const Tensor& tensor = parameters.tensors[index];
+    const auto& tensor = parameters.tensors[index];
     StepOptions options;
     shared.skip = read_options(parameters.settings, parameters.groups[tensor.shape.group], options);
-    shared.scalars = update_scalars(options, steps_done(tensor) + 1);
+    shared.update_number = steps_done(tensor) + 1;
+    shared.scalars = update_scalars(options, shared.update_number);
   }
   asm volatile("" : "+r"(index));  // no address of an element is to be formed before, for the same reason
-  const Tensor& tensor = parameters.tensors[index];
-  const long long first = first_element(parameters, index);
-  const OutOfPlaceTensor all = arrays(tensor);
-  constexpr bool in_place = kInPlace<Tensor>;
-  switch (tensor.shape.grad) {
-    case kGradFloat16:
-      update_block<Half, kAmsgrad>(all, first, in_place, shared);
+  switch (parameters.tensors[index].shape.grad) {
+    case kFloat16:
+      update_block<Half, kInPlace, kAmsgrad, kForm>(parameters, index, shared);
       break;
-    case kGradBFloat16:
-      update_block<BFloat16, kAmsgrad>(all, first, in_place, shared);
+    case kBFloat16:
+      update_block<BFloat16, kInPlace, kAmsgrad, kForm>(parameters, index, shared);
       break;
     default:
-      update_block<float, kAmsgrad>(all, first, in_place, shared);
+      update_block<float, kInPlace, kAmsgrad, kForm>(parameters, index, shared);
   }
-  finish(parameters, shared.skip);
+  if constexpr (kInPlace) finish(parameters, shared.skip);
 }
 
 // How many blocks are to fit on a multiprocessor, which limits a thread's registers: as many as have enough
@@ -223,12 +449,14 @@ __device__ constexpr int blocks_per_processor(bool in_place, bool amsgrad) {
 
 }  // namespace fused_adamw::cuda
 
-using namespace fused_adamw::cuda;
+using namespace fused_adamw;
 
-// One variant a compilation: FUSED_ADAMW_TENSOR is InPlaceTensor or OutOfPlaceTensor, FUSED_ADAMW_AMSGRAD a
-// bool. A step needs one or two of the four, and each takes 40 ms to compile.
-extern "C" __global__ void __launch_bounds__(kThreads, blocks_per_processor(kInPlace<FUSED_ADAMW_TENSOR>,
-                                                                            FUSED_ADAMW_AMSGRAD))
-    adamw_step(const __grid_constant__ StepParameters<FUSED_ADAMW_TENSOR> parameters) {
-  step<FUSED_ADAMW_TENSOR, FUSED_ADAMW_AMSGRAD>(parameters);
+// One variant a compilation: FUSED_ADAMW_IN_PLACE and FUSED_ADAMW_AMSGRAD are bools, FUSED_ADAMW_WEIGHTS is a
+// WeightForm. A step needs one or two of them, and each takes 40 ms to compile.
+extern "C" __global__ void __launch_bounds__(cuda::kThreads, cuda::blocks_per_processor(FUSED_ADAMW_IN_PLACE,
+                                                                                        FUSED_ADAMW_AMSGRAD))
+    adamw_step(const __grid_constant__
+                   cuda::StepParameters<cuda::TensorOf<FUSED_ADAMW_IN_PLACE, FUSED_ADAMW_WEIGHTS>::type>
+                       parameters) {
+  cuda::step<FUSED_ADAMW_IN_PLACE, FUSED_ADAMW_AMSGRAD, FUSED_ADAMW_WEIGHTS>(parameters);
 }

@@ -2,32 +2,23 @@
 #pragma once
 
 #include "launch_parameters.h"
+#include "low_precision.h"
 
-namespace fused_adamw::cuda {
-
-// Counters of blocks that have come to some point. Zero when the module is loaded, and again after each
-// launch that used one.
-__device__ unsigned finished_blocks[kSlots];
-
-struct Half {
-  unsigned short bits;
-};
-
-struct BFloat16 {
-  unsigned short bits;
-};
-
-__device__ __forceinline__ float to_float32(float value) { return value; }
-
-__device__ __forceinline__ float to_float32(BFloat16 value) {
-  return __uint_as_float(static_cast<unsigned>(value.bits) << 16);
-}
+namespace fused_adamw {
 
 __device__ __forceinline__ float to_float32(Half value) {
   float result;
   asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
   return result;
 }
+
+}  // namespace fused_adamw
+
+namespace fused_adamw::cuda {
+
+// Counters of blocks that have come to some point. Zero when the module is loaded, and again after each
+// launch that used one.
+__device__ unsigned finished_blocks[kSlots];
 
 // Four neighbours as one access of 16 or 8 bytes brings them. They stay packed while they are under way: a
 // conversion would wait for them, and with it every load behind it.
@@ -51,6 +42,12 @@ struct Packed {
     values[1] = to_float32(Element{bits.y});
     values[2] = to_float32(Element{bits.z});
     values[3] = to_float32(Element{bits.w});
+  }
+  __device__ __forceinline__ void unpack(unsigned short (&values)[4]) const {
+    values[0] = bits.x;
+    values[1] = bits.y;
+    values[2] = bits.z;
+    values[3] = bits.w;
   }
 };
 
@@ -78,6 +75,10 @@ struct Packed<float> {
 
 __device__ __forceinline__ void store4(float* target, const float (&values)[4]) {
   *reinterpret_cast<float4*>(target) = make_float4(values[0], values[1], values[2], values[3]);
+}
+
+__device__ __forceinline__ void store4(void* target, const unsigned short (&values)[4]) {
+  *static_cast<ushort4*>(target) = make_ushort4(values[0], values[1], values[2], values[3]);
 }
 
 // Until then, a kernel that was launched as Start::kOverlapping may touch nothing that the launch before it

@@ -201,11 +201,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kAnalysesPerProcessor)
   const float inverse_scale = inverse_grad_scale(read(parameters.grad_scale));
   LaneSums sums;
   switch (tensor.shape.grad) {
-    case kGradFloat16:
+    case kFloat16:
       sums = sum_chunk(static_cast<const Half*>(tensor.grad) + first, count, tensor.shape.vectorised,
                        inverse_scale);
       break;
-    case kGradBFloat16:
+    case kBFloat16:
       sums = sum_chunk(static_cast<const BFloat16*>(tensor.grad) + first, count, tensor.shape.vectorised,
                        inverse_scale);
       break;

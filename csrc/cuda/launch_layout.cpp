@@ -8,14 +8,18 @@
 namespace fused_adamw::cuda {
 
 std::map<std::string, long long> launch_layout() {
-  using InPlaceParameters = StepParameters<InPlaceTensor>;
-  using OutOfPlaceParameters = StepParameters<OutOfPlaceTensor>;
 #define FUSED_ADAMW_SIZE(type) {#type, static_cast<long long>(sizeof(type))}
 #define FUSED_ADAMW_OFFSET(type, member) {#type "." #member, static_cast<long long>(offsetof(type, member))}
-#define FUSED_ADAMW_CONSTANT(name)      \
-  {                                     \
-    #name, static_cast<long long>(name) \
-  }
+#define FUSED_ADAMW_CONSTANT(name) {#name, static_cast<long long>(name)}
+// The parameters of a step on tensors of this kind.
+#define FUSED_ADAMW_STEP_MEMBER(type, member) \
+  {"StepParameters<" #type ">." #member, static_cast<long long>(offsetof(StepParameters<type>, member))}
+#define FUSED_ADAMW_STEP(type)                                                                            \
+  {"StepParameters<" #type ">", static_cast<long long>(sizeof(StepParameters<type>))},                    \
+      {"StepParameters<" #type ">.capacity", kMaxTensors<type>}, FUSED_ADAMW_STEP_MEMBER(type, settings), \
+      FUSED_ADAMW_STEP_MEMBER(type, groups), FUSED_ADAMW_STEP_MEMBER(type, tensors),                      \
+      FUSED_ADAMW_STEP_MEMBER(type, slot), FUSED_ADAMW_STEP_MEMBER(type, index.tensors),                  \
+      FUSED_ADAMW_STEP_MEMBER(type, index.first_of_run), FUSED_ADAMW_STEP_MEMBER(type, index.first)
   return {
       FUSED_ADAMW_OFFSET(Scalar, value),
       FUSED_ADAMW_OFFSET(Scalar, pointer),
@@ -28,9 +32,9 @@ std::map<std::string, long long> launch_layout() {
       FUSED_ADAMW_OFFSET(TensorShape, grad),
       FUSED_ADAMW_OFFSET(TensorShape, vectorised),
       FUSED_ADAMW_OFFSET(TensorShape, group),
-      FUSED_ADAMW_CONSTANT(kGradFloat32),
-      FUSED_ADAMW_CONSTANT(kGradFloat16),
-      FUSED_ADAMW_CONSTANT(kGradBFloat16),
+      FUSED_ADAMW_CONSTANT(kFloat32),
+      FUSED_ADAMW_CONSTANT(kFloat16),
+      FUSED_ADAMW_CONSTANT(kBFloat16),
       FUSED_ADAMW_SIZE(InPlaceTensor),
       FUSED_ADAMW_OFFSET(InPlaceTensor, param),
       FUSED_ADAMW_OFFSET(InPlaceTensor, grad),
@@ -51,6 +55,15 @@ std::map<std::string, long long> launch_layout() {
       FUSED_ADAMW_OFFSET(OutOfPlaceTensor, new_max_exp_avg_sq),
       FUSED_ADAMW_OFFSET(OutOfPlaceTensor, step),
       FUSED_ADAMW_OFFSET(OutOfPlaceTensor, shape),
+      FUSED_ADAMW_SIZE(InPlaceMasterTensor),
+      FUSED_ADAMW_SIZE(OutOfPlaceMasterTensor),
+      // No offsetof in a class with a base; launch_parameters.h asserts that it is this.
+      {"InPlaceMasterTensor.rounded", static_cast<long long>(sizeof(InPlaceTensor))},
+      {"OutOfPlaceMasterTensor.rounded", static_cast<long long>(sizeof(OutOfPlaceTensor))},
+      FUSED_ADAMW_OFFSET(RoundedParam, old_param),
+      FUSED_ADAMW_OFFSET(RoundedParam, new_param),
+      FUSED_ADAMW_OFFSET(RoundedParam, rounding_seed),
+      FUSED_ADAMW_OFFSET(RoundedParam, type),
       FUSED_ADAMW_SIZE(GroupSettings),
       FUSED_ADAMW_OFFSET(GroupSettings, lr),
       FUSED_ADAMW_OFFSET(GroupSettings, beta1),
@@ -64,24 +77,10 @@ std::map<std::string, long long> launch_layout() {
       FUSED_ADAMW_OFFSET(StepSettings, report),
       FUSED_ADAMW_OFFSET(StepSettings, max_norm),
       FUSED_ADAMW_OFFSET(StepSettings, norm_epsilon),
-      FUSED_ADAMW_SIZE(InPlaceParameters),
-      FUSED_ADAMW_OFFSET(InPlaceParameters, settings),
-      FUSED_ADAMW_OFFSET(InPlaceParameters, groups),
-      FUSED_ADAMW_OFFSET(InPlaceParameters, tensors),
-      FUSED_ADAMW_OFFSET(InPlaceParameters, slot),
-      FUSED_ADAMW_OFFSET(InPlaceParameters, index.tensors),
-      FUSED_ADAMW_OFFSET(InPlaceParameters, index.first_of_run),
-      FUSED_ADAMW_OFFSET(InPlaceParameters, index.first),
-      {"InPlaceParameters.capacity", kMaxTensors<InPlaceTensor>},
-      FUSED_ADAMW_SIZE(OutOfPlaceParameters),
-      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, settings),
-      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, groups),
-      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, tensors),
-      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, slot),
-      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, index.tensors),
-      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, index.first_of_run),
-      FUSED_ADAMW_OFFSET(OutOfPlaceParameters, index.first),
-      {"OutOfPlaceParameters.capacity", kMaxTensors<OutOfPlaceTensor>},
+      FUSED_ADAMW_STEP(InPlaceTensor),
+      FUSED_ADAMW_STEP(OutOfPlaceTensor),
+      FUSED_ADAMW_STEP(InPlaceMasterTensor),
+      FUSED_ADAMW_STEP(OutOfPlaceMasterTensor),
       FUSED_ADAMW_SIZE(GradientTensor),
       FUSED_ADAMW_OFFSET(GradientTensor, grad),
       FUSED_ADAMW_OFFSET(GradientTensor, shape),
@@ -107,6 +106,8 @@ std::map<std::string, long long> launch_layout() {
 #undef FUSED_ADAMW_SIZE
 #undef FUSED_ADAMW_OFFSET
 #undef FUSED_ADAMW_CONSTANT
+#undef FUSED_ADAMW_STEP_MEMBER
+#undef FUSED_ADAMW_STEP
 }
 
 }  // namespace fused_adamw::cuda

@@ -24,7 +24,7 @@ constexpr int kMaxParameterBytes = 32764;
 // Groups of different options that share a launch: enough for what models have, at 4 % of the table.
 constexpr int kMaxGroups = 16;
 
-enum GradientCode : unsigned char { kGradFloat32, kGradFloat16, kGradBFloat16 };
+enum ElementCode : unsigned char { kFloat32, kFloat16, kBFloat16 };
 
 enum ScalarCode : int { kOnHost, kDeviceFloat32, kDeviceFloat64, kDeviceInt64, kDeviceBool };
 
@@ -37,8 +37,8 @@ struct Scalar {
 
 struct TensorShape {
   long long size;  // elements
-  GradientCode grad;
-  bool vectorised;       // all pointers allow 16-byte accesses (8 bytes for 16-bit gradients)
+  ElementCode grad;
+  bool vectorised;       // all pointers allow 16-byte accesses (8 bytes for 16-bit elements)
   unsigned short group;  // of a step: which of the launch's options
 };
 
@@ -64,6 +64,23 @@ struct OutOfPlaceTensor {
   float* new_max_exp_avg_sq;
   Scalar step;
   TensorShape shape;
+};
+
+// A parameter of 16 bits. The `param` beside it is its FP32 master weight or, for kSplitWeights, points to
+// the 16 bits of the remainder.
+struct RoundedParam {
+  const void* old_param;
+  void* new_param;
+  unsigned long long rounding_seed;  // of kStochasticWeights
+  ElementCode type;
+};
+
+struct InPlaceMasterTensor : InPlaceTensor {
+  RoundedParam rounded;
+};
+
+struct OutOfPlaceMasterTensor : OutOfPlaceTensor {
+  RoundedParam rounded;
 };
 
 struct GradientTensor {
@@ -147,6 +164,11 @@ constexpr unsigned kSlots = 1u << 20;
 
 static_assert(sizeof(StepParameters<InPlaceTensor>) <= kMaxParameterBytes, "");
 static_assert(sizeof(StepParameters<OutOfPlaceTensor>) <= kMaxParameterBytes, "");
+static_assert(sizeof(StepParameters<InPlaceMasterTensor>) <= kMaxParameterBytes, "");
+static_assert(sizeof(StepParameters<OutOfPlaceMasterTensor>) <= kMaxParameterBytes, "");
+// For launch_layout.cpp: the members of the base lie where they lie in it, and the other one behind.
+static_assert(sizeof(InPlaceMasterTensor) == sizeof(InPlaceTensor) + sizeof(RoundedParam), "");
+static_assert(sizeof(OutOfPlaceMasterTensor) == sizeof(OutOfPlaceTensor) + sizeof(RoundedParam), "");
 static_assert(sizeof(AnalyzeParameters) <= kMaxParameterBytes, "");
 
 }  // namespace fused_adamw::cuda

@@ -11,22 +11,38 @@
 namespace fused_adamw::cuda {
 namespace {
 
-GradientCode gradient_code(dlpack::DataType dtype) {
-  if (dtype.code == dlpack::kBFloat) return kGradBFloat16;
-  return dtype.bits == 16 ? kGradFloat16 : kGradFloat32;
+ElementCode element_code(dlpack::DataType dtype) {
+  if (dtype.code == dlpack::kBFloat) return kBFloat16;
+  return dtype.bits == 16 ? kFloat16 : kFloat32;
 }
 
 bool aligned(const void* pointer, std::uintptr_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
 }
 
-TensorShape shape_of(const TensorView& grad, std::initializer_list<const void*> floats) {
+// Whether four elements at once can be accessed.
+bool allows_four(const TensorView& tensor) {
+  return aligned(tensor.data, kElementsPerThread * tensor.dtype.bits / 8);
+}
+
+TensorShape shape_of(const TensorView& grad) {
   TensorShape shape = {};
   shape.size = grad.size;
-  shape.grad = gradient_code(grad.dtype);
-  // Four elements at once: a null pointer, of an array that is not there, is aligned.
-  shape.vectorised = aligned(grad.data, kElementsPerThread * grad.dtype.bits / 8);
-  for (const void* pointer : floats) shape.vectorised &= aligned(pointer, kElementsPerThread * sizeof(float));
+  shape.grad = element_code(grad.dtype);
+  shape.vectorised = allows_four(grad);
+  return shape;
+}
+
+// Of a step, all of whose arrays are in these tables.
+TensorShape step_shape(std::initializer_list<const TensorTable*> tables, const TensorView& grad,
+                       std::size_t i) {
+  TensorShape shape = shape_of(grad);
+  for (const TensorTable* table : tables) {
+    for (const StepList list : {kParams, kMasters, kExpAvgs, kExpAvgSqs, kMaxExpAvgSqs}) {
+      const auto& tensors = table->tensors(list);
+      if (!tensors.empty()) shape.vectorised &= allows_four(tensors[i]);
+    }
+  }
   return shape;
 }
 
@@ -122,6 +138,69 @@ class StepBatch {
   std::unique_ptr<StepParameters<Tensor>> parameters_;  // 32 KB
 };
 
+// What the formula updates: parameters, or what makes master weights of them.
+StepList updated_list(const TensorTable& table) {
+  return table.weights() == kFloat32Weights ? kParams : kMasters;
+}
+
+void set_rounded(InPlaceTensor&, const TensorTable&, const TensorTable&, std::size_t) {}
+void set_rounded(OutOfPlaceTensor&, const TensorTable&, const TensorTable&, std::size_t) {}
+
+template <typename MasterTensor>
+void set_rounded(MasterTensor& tensor, const TensorTable& old, const TensorTable& updated, std::size_t i) {
+  tensor.rounded = {pointer<void>(old, kParams, i), pointer<void>(updated, kParams, i),
+                    updated.rounding_seed(i), element_code(old.tensors(kParams)[i].dtype)};
+}
+
+template <typename Tensor>
+void update_in_place(const Launcher& launcher, const std::vector<const TensorTable*>& tables,
+                     const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream,
+                     Start start) {
+  StepBatch<Tensor> batch(launcher, settings, stream, start);
+  for (std::size_t t = 0; t < tables.size(); ++t) {
+    const TensorTable& table = *tables[t];
+    const StepList updated = updated_list(table);
+    for (std::size_t i = 0; i < table.tensors(kParams).size(); ++i) {
+      Tensor tensor;
+      tensor.param = pointer<float>(table, updated, i);
+      tensor.grad = pointer<void>(table, kGrads, i);
+      tensor.exp_avg = pointer<float>(table, kExpAvgs, i);
+      tensor.exp_avg_sq = pointer<float>(table, kExpAvgSqs, i);
+      tensor.max_exp_avg_sq = pointer<float>(table, kMaxExpAvgSqs, i);
+      tensor.step = pointer<float>(table, kStateSteps, i);
+      tensor.shape = step_shape({&table}, table.tensors(kGrads)[i], i);
+      set_rounded(tensor, table, table, i);
+      batch.add(tensor, groups[t]);
+    }
+  }
+  batch.flush();
+}
+
+template <typename Tensor>
+void update_out_of_place(const Launcher& launcher, const std::vector<const TensorTable*>& olds,
+                         const std::vector<const TensorTable*>& updateds, const std::vector<Scalar>& steps,
+                         const GroupSettings& group, const StepSettings& settings, Stream stream) {
+  StepBatch<Tensor> batch(launcher, settings, stream, Start::kAfterPrevious);
+  const StepList updated = updated_list(*updateds[0]);
+  for (std::size_t k = 0; k < olds.size(); ++k) {
+    Tensor tensor;
+    tensor.param = pointer<float>(*olds[k], updated, 0);
+    tensor.grad = pointer<void>(*olds[k], kGrads, 0);
+    tensor.exp_avg = pointer<float>(*olds[k], kExpAvgs, 0);
+    tensor.exp_avg_sq = pointer<float>(*olds[k], kExpAvgSqs, 0);
+    tensor.max_exp_avg_sq = pointer<float>(*olds[k], kMaxExpAvgSqs, 0);
+    tensor.new_param = pointer<float>(*updateds[k], updated, 0);
+    tensor.new_exp_avg = pointer<float>(*updateds[k], kExpAvgs, 0);
+    tensor.new_exp_avg_sq = pointer<float>(*updateds[k], kExpAvgSqs, 0);
+    tensor.new_max_exp_avg_sq = pointer<float>(*updateds[k], kMaxExpAvgSqs, 0);
+    tensor.step = steps[k];
+    tensor.shape = step_shape({olds[k], updateds[k]}, olds[k]->tensors(kGrads)[0], 0);
+    set_rounded(tensor, *olds[k], *updateds[k], 0);
+    batch.add(tensor, group);
+  }
+  batch.flush();
+}
+
 // Lists: [rows], [scratch], [report].
 void launch_merge(const Launcher& launcher, const TensorTable& table, bool hierarchical, Stream stream,
                   Start start) {
@@ -156,7 +235,7 @@ void launch_analysis(const Launcher& launcher, const std::vector<const std::vect
     for (const TensorView& grad : *list) {
       if (grad.size == 0) continue;
       if (parameters->index.tensors == kMaxGradients) flush();
-      parameters->gradients[add(parameters->index, blocks)] = {grad.data, shape_of(grad, {})};
+      parameters->gradients[add(parameters->index, blocks)] = {grad.data, shape_of(grad)};
       blocks += blocks_of(grad.size, kElementsPerRow);
     }
   }
@@ -168,48 +247,21 @@ void launch_analysis(const Launcher& launcher, const std::vector<const std::vect
 void step_in_place(const Launcher& launcher, const std::vector<const TensorTable*>& tables,
                    const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream,
                    Start start) {
-  StepBatch<InPlaceTensor> batch(launcher, settings, stream, start);
-  for (std::size_t t = 0; t < tables.size(); ++t) {
-    const TensorTable& table = *tables[t];
-    for (std::size_t i = 0; i < table.tensors(kParams).size(); ++i) {
-      InPlaceTensor tensor;
-      tensor.param = pointer<float>(table, kParams, i);
-      tensor.grad = pointer<void>(table, kGrads, i);
-      tensor.exp_avg = pointer<float>(table, kExpAvgs, i);
-      tensor.exp_avg_sq = pointer<float>(table, kExpAvgSqs, i);
-      tensor.max_exp_avg_sq = pointer<float>(table, kMaxExpAvgSqs, i);
-      tensor.step = pointer<float>(table, kStateSteps, i);
-      tensor.shape = shape_of(table.tensors(kGrads)[i],
-                              {tensor.param, tensor.exp_avg, tensor.exp_avg_sq, tensor.max_exp_avg_sq});
-      batch.add(tensor, groups[t]);
-    }
+  if (tables[0]->weights() == kFloat32Weights) {
+    update_in_place<InPlaceTensor>(launcher, tables, groups, settings, stream, start);
+  } else {
+    update_in_place<InPlaceMasterTensor>(launcher, tables, groups, settings, stream, start);
   }
-  batch.flush();
 }
 
 void step_out_of_place(const Launcher& launcher, const std::vector<const TensorTable*>& olds,
                        const std::vector<const TensorTable*>& updateds, const std::vector<Scalar>& steps,
                        const GroupSettings& group, const StepSettings& settings, Stream stream) {
-  StepBatch<OutOfPlaceTensor> batch(launcher, settings, stream, Start::kAfterPrevious);
-  for (std::size_t k = 0; k < olds.size(); ++k) {
-    OutOfPlaceTensor tensor;
-    tensor.param = pointer<float>(*olds[k], kParams, 0);
-    tensor.grad = pointer<void>(*olds[k], kGrads, 0);
-    tensor.exp_avg = pointer<float>(*olds[k], kExpAvgs, 0);
-    tensor.exp_avg_sq = pointer<float>(*olds[k], kExpAvgSqs, 0);
-    tensor.max_exp_avg_sq = pointer<float>(*olds[k], kMaxExpAvgSqs, 0);
-    tensor.new_param = pointer<float>(*updateds[k], kParams, 0);
-    tensor.new_exp_avg = pointer<float>(*updateds[k], kExpAvgs, 0);
-    tensor.new_exp_avg_sq = pointer<float>(*updateds[k], kExpAvgSqs, 0);
-    tensor.new_max_exp_avg_sq = pointer<float>(*updateds[k], kMaxExpAvgSqs, 0);
-    tensor.step = steps[k];
-    tensor.shape =
-        shape_of(olds[k]->tensors(kGrads)[0],
-                 {tensor.param, tensor.exp_avg, tensor.exp_avg_sq, tensor.max_exp_avg_sq, tensor.new_param,
-                  tensor.new_exp_avg, tensor.new_exp_avg_sq, tensor.new_max_exp_avg_sq});
-    batch.add(tensor, group);
+  if (updateds[0]->weights() == kFloat32Weights) {
+    update_out_of_place<OutOfPlaceTensor>(launcher, olds, updateds, steps, group, settings, stream);
+  } else {
+    update_out_of_place<OutOfPlaceMasterTensor>(launcher, olds, updateds, steps, group, settings, stream);
   }
-  batch.flush();
 }
 
 void analyze_gradients(const Launcher& launcher, const TensorTable& table, const Scalar& grad_scale,

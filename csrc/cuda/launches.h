@@ -11,8 +11,9 @@
 namespace fused_adamw::cuda {
 
 // The lists of a step's table, in this order; see bindings.cpp.
-// In place: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps. groups[t] holds the options
-// of tables[t]; all tables have maxima, or none. Overlapping: after analyze_and_merge on the same stream.
+// In place: params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, masters. groups[t] holds the
+// options of tables[t]; all tables have maxima, or none, and keep their weights in one form. Overlapping:
+// after analyze_and_merge on the same stream.
 void step_in_place(const Launcher& launcher, const std::vector<const TensorTable*>& tables,
                    const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream,
                    Start start);

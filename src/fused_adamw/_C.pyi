@@ -24,10 +24,21 @@ class TensorTable:
     """The tensors of one call, read through DLPack; valid while the caller holds the tensors.
 
     ``op`` names the checks that the layout must pass, ``written[i]`` says that the tensors of ``lists[i]``
-    are written to. Raises what torch raises for a tensor without readable storage.
+    are written to; ``rounding_seeds`` are those of a step. Raises what torch raises for a tensor without
+    readable storage.
     """
 
-    def __init__(self, op: str, lists: Sequence[Sequence[Tensor]], written: Sequence[bool]) -> None: ...
+    def __init__(
+        self,
+        op: str,
+        lists: Sequence[Sequence[Tensor]],
+        written: Sequence[bool],
+        rounding_seeds: Sequence[int] = ...,
+    ) -> None: ...
+    @property
+    def weights(self) -> str:
+        """How a step's weights are kept, the same for all its tensors: one of ``WEIGHT_FORMS``."""
+
     def layout_known(self) -> bool:
         """Whether the same op, dtypes, devices, shapes and strides were remembered before."""
 
@@ -41,6 +52,9 @@ class TensorTable:
 
     def count_rows(self, index: int) -> int:
         """The number of rows that the gradients in a list make."""
+
+WEIGHT_FORMS: list[str]
+"""The forms of ``csrc/low_precision.h``: "float32", "master", "stochastic", "split"."""
 
 class StepOptions:
     """The options of one group of tensors, as numbers."""

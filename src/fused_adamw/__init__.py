@@ -13,7 +13,7 @@ check_requirements()
 from fused_adamw._C import cpu_capabilities, cpu_capability, set_cpu_capability  # noqa: E402
 from fused_adamw.amp import GradScaler  # noqa: E402
 from fused_adamw.cuda_kernels import cuda_compiler, set_cuda_compiler  # noqa: E402
-from fused_adamw.errors import CompilerError, NonfiniteGradientError  # noqa: E402
+from fused_adamw.errors import CompilerError, NonfiniteGradientError, StaleMasterError  # noqa: E402
 from fused_adamw.functional import (  # noqa: E402
     AdamWState,
     Entry,
@@ -40,6 +40,7 @@ __all__ = [
     "GradientStats",
     "GuardedUpdate",
     "NonfiniteGradientError",
+    "StaleMasterError",
     "StatsPlan",
     "StepControl",
     "StepStats",

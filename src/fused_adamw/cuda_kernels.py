@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ SOURCES = Path(_C.__file__).parent / "csrc"
 HEADERS = (
     "adamw_update.h",
     "update_scalars.h",
+    "low_precision.h",
+    "philox.h",
     "gradient_stats.h",
     "cuda/launch_parameters.h",
     "cuda/device_support.cuh",
@@ -69,10 +71,31 @@ def _check(name: str, what: str) -> None:
         raise ValueError(f"{what} is {name!r}; {' or '.join(map(repr, COMPILERS))} is required")
 
 
-def step_definitions(*, in_place: bool, amsgrad: bool) -> tuple[str, ...]:
-    """The options of NVRTC that choose a variant of the step."""
-    tensor = "InPlaceTensor" if in_place else "OutOfPlaceTensor"
-    return (f"-DFUSED_ADAMW_TENSOR={tensor}", f"-DFUSED_ADAMW_AMSGRAD={str(amsgrad).lower()}")
+class StepVariant(NamedTuple):
+    """What a kernel of the step is compiled for.
+
+    ``weights`` is a form of ``csrc/low_precision.h``, as ``_C.TensorTable.weights`` names it.
+    """
+
+    in_place: bool
+    amsgrad: bool
+    weights: str
+
+    def definitions(self) -> tuple[str, ...]:
+        """The options of NVRTC that choose it."""
+        return (
+            f"-DFUSED_ADAMW_IN_PLACE={str(self.in_place).lower()}",
+            f"-DFUSED_ADAMW_AMSGRAD={str(self.amsgrad).lower()}",
+            f"-DFUSED_ADAMW_WEIGHTS=k{self.weights.capitalize()}Weights",
+        )
+
+
+STEP_VARIANTS = tuple(
+    StepVariant(in_place, amsgrad, weights)
+    for weights in _C.WEIGHT_FORMS
+    for in_place in (True, False)
+    for amsgrad in (False, True)
+)
 
 
 def texts(source: str) -> tuple[str, dict[str, str]]:
@@ -99,9 +122,9 @@ class Kernels:
         self._device = device
         self._load = functools.cache(self._load_module)
 
-    def step(self, *, in_place: bool, amsgrad: bool) -> _C.CudaLauncher:
+    def step(self, variant: StepVariant) -> _C.CudaLauncher:
         """What launches a step."""
-        return self._load(STEP, step_definitions(in_place=in_place, amsgrad=amsgrad))
+        return self._load(STEP, variant.definitions())
 
     def stats(self) -> _C.CudaLauncher:
         """What launches the kernels of the statistics."""
@@ -119,35 +142,40 @@ class TritonKernels(Kernels):
         super().__init__(device)
         self._load_triton = functools.cache(self._load_uploading_module)
 
-    def step(self, *, in_place: bool, amsgrad: bool) -> _C.CudaLauncher:
+    def step(self, variant: StepVariant) -> _C.CudaLauncher:
         """What launches a step."""
-        return self._load_triton((triton_compiler.STEP,), in_place=in_place, amsgrad=amsgrad)
+        return self._load_triton((triton_compiler.STEP,), variant)
 
     def stats(self) -> _C.CudaLauncher:
         """What launches the kernels of the statistics."""
         return self._load_triton(triton_compiler.STATS)
 
-    def _load_uploading_module(self, names: Sequence[str], **variant: bool) -> _C.CudaLauncher:
+    def _load_uploading_module(
+        self, names: Sequence[str], variant: StepVariant | None = None
+    ) -> _C.CudaLauncher:
         architecture = _C.cuda_compute_capability(self._device)
         module = _C.CudaUploadingModule(self._device, self._allocate)
         for name in names:
-            module.add(name, *triton_code(name, architecture, **variant))
+            module.add(name, *triton_code(name, architecture, variant))
         return module
 
     def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))
 
 
-def triton_code(kernel: str, architecture: int, **variant: bool) -> tuple[bytes, str, int, int]:
+def triton_code(
+    kernel: str, architecture: int, variant: StepVariant | None = None
+) -> tuple[bytes, str, int, int]:
     """Machine code, entry point, threads of a block and bytes of shared memory, through the cache."""
+    constants = {} if variant is None else variant._asdict()
 
     def compiled() -> bytes:
-        found = triton_compiler.compile_to_cubin(kernel, architecture, **variant)
+        found = triton_compiler.compile_to_cubin(kernel, architecture, **constants)
         header = json.dumps([found.entry, found.threads, found.shared_bytes])
         return header.encode() + b"\n" + found.cubin
 
     header, _, code = kernel_cache.get_or_make(
-        triton_compiler.cache_key(kernel, architecture, **variant), compiled
+        triton_compiler.cache_key(kernel, architecture, **constants), compiled
     ).partition(b"\n")
     entry, threads, shared_bytes = json.loads(header)
     return code, entry, threads, shared_bytes

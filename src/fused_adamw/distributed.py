@@ -7,12 +7,14 @@ DTensor's own dispatch of a list of tensors costs several times the call.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fused_adamw import _C
+from fused_adamw.rounding import tensor_seed
 from fused_adamw.torch_library.checks import StepLists
 from fused_adamw.torch_library.step_inplace import StepGroup
 
@@ -34,7 +36,16 @@ def local_groups(op: str, groups: list[StepGroup]) -> list[StepGroup]:
     dtensor = _dtensor_type()
     if dtensor is None:
         return groups
-    return [group._replace(lists=_local_lists(op, group.lists, dtensor)) for group in groups]
+    return [
+        group._replace(
+            lists=_local_lists(op, group.lists, dtensor),
+            rounding_seeds=[
+                _local_seed(seed, param, dtensor)
+                for seed, param in zip(group.rounding_seeds, group.lists.params, strict=False)
+            ],
+        )
+        for group in groups
+    ]
 
 
 def refuse_local_statistics(op: str, groups: list[StepGroup]) -> None:
@@ -52,6 +63,18 @@ def refuse_local_statistics(op: str, groups: list[StepGroup]) -> None:
             "of gradient_stats() of the local parts, merge_stats() them, and pass the result as "
             "step(stats=...)"
         )
+
+
+def map_local(function: Callable[..., Tensor], tensor: Tensor, *others: Tensor) -> Tensor:
+    """The result of an elementwise function; of DTensors, which are placed alike, part by part."""
+    dtensor = _dtensor_type()
+    if dtensor is None or not isinstance(tensor, dtensor):
+        return function(tensor, *others)
+    parts: list[Any] = [tensor, *others]
+    local = function(*(_local(part) for part in parts))
+    return dtensor.from_local(
+        local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def _only_plain_tensors(groups: list[StepGroup]) -> bool:
@@ -82,10 +105,19 @@ def _local_lists(op: str, lists: StepLists, dtensor: type[DTensor]) -> StepLists
         if param.numel() > 0 and local["params"][i].numel() == 0:
             # This process holds nothing of the parameter, but must count its updates as the others do: one
             # element that nothing comes of stands in, since an op leaves an empty tensor's counter alone.
-            for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+            for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"):
                 if local[name]:
                     local[name][i] = local[name][i].new_zeros(1)
     return StepLists(**local)
+
+
+def _local_seed(seed: int, param: Tensor, dtensor: type[DTensor]) -> int:
+    """The seed of the part that this process holds: of its own, unless other processes hold the same part."""
+    if isinstance(param, dtensor):
+        for dim, placement in enumerate(param.placements):
+            if placement.is_shard():
+                seed = tensor_seed(seed, param.device_mesh.get_local_rank(dim))
+    return seed
 
 
 def _placed_like(op: str, name: str, tensor: DTensor, param: DTensor) -> DTensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from fused_adamw import _C
@@ -20,6 +21,7 @@ from fused_adamw.options import (
     Scalar,
     StepControl,
 )
+from fused_adamw.rounding import tensor_seed
 from fused_adamw.stats import GradientStats, gradient_stats
 from fused_adamw.torch_library import checks
 from fused_adamw.torch_library import step as step_op
@@ -39,12 +41,15 @@ class AdamWState:
         exp_avg: First moment: float32, of the parameter's shape and strides.
         exp_avg_sq: Second moment, likewise.
         max_exp_avg_sq: Running maximum of the second moment, likewise; None without AMSGrad.
+        master: The float32 master weight of a float16 or bfloat16 parameter, likewise; None where the
+            parameter is float32. (Where it is not, None is taken as the parameter's value.)
     """
 
     step: Scalar
     exp_avg: Tensor
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None = None
+    master: Tensor | None = None
 
     @classmethod
     def from_parts(cls, parts: dict[str, Scalar]) -> AdamWState:
@@ -55,11 +60,12 @@ class AdamWState:
         """
         required = {"step", "exp_avg", "exp_avg_sq"}
         missing = sorted(required - parts.keys())
-        unknown = sorted(parts.keys() - required - {"max_exp_avg_sq"})
+        allowed = {"max_exp_avg_sq", "master"}
+        unknown = sorted(parts.keys() - required - allowed)
         if missing or unknown:
             raise ValueError(
                 f"AdamWState: parts {missing} missing, {unknown} unknown; step, exp_avg and exp_avg_sq are "
-                "required, max_exp_avg_sq is allowed"
+                "required, max_exp_avg_sq and master are allowed"
             )
         return cls(**parts)  # type: ignore[arg-type]
 
@@ -96,7 +102,8 @@ def adamw_step(
     counted and the tensors given are returned.
 
     Args:
-        param: float32, strided and dense (in any order of its dimensions).
+        param: float32, float16 or bfloat16, strided and dense (in any order of its dimensions). The update
+            of a 16-bit parameter is that of its master weight, of which the new parameter is the rounding.
         grad: float32, float16 or bfloat16, of the parameter's shape and strides.
         state: What the last update returned, or None.
         options: See ``AdamWOptions``.
@@ -109,7 +116,7 @@ def adamw_step(
         TypeError, ValueError: An argument is refused, as ``torch_library/checks.py`` says.
         RuntimeError: An argument requires grad and gradients are enabled: the update has no derivative.
     """
-    given = _step_input(param, grad, state, options, control)
+    given = _step_input(param, grad, state, options, control, 0)
     if control.skip_update or param.numel() == 0:
         step_op.check(given)
         return Update(param, state, updated=False)
@@ -176,7 +183,10 @@ def guarded_adamw_step(
     checks.check_guard(_GUARDED, guard.max_norm, guard.epsilon)
     checks.check_choice(_GUARDED, "nonfinite", guard.nonfinite, NONFINITE_CHOICES)
     all_entries = [Entry(*entry) for entry in entries]
-    inputs = [_step_input(param, grad, state, options, control) for param, grad, state in all_entries]
+    inputs = [
+        _step_input(param, grad, state, options, control, i)
+        for i, (param, grad, state) in enumerate(all_entries)
+    ]
     for given in inputs:
         step_op.check(given)
 
@@ -214,6 +224,7 @@ def _step_input(
     state: AdamWState | None,
     options: AdamWOptions,
     control: StepControl,
+    index: int,
 ) -> step_op.StepInput:
     moments: dict[str, Tensor | None] = {
         "exp_avg": None if state is None else state.exp_avg,
@@ -221,6 +232,11 @@ def _step_input(
     }
     if options.amsgrad:
         moments["max_exp_avg_sq"] = None if state is None else state.max_exp_avg_sq
+    rounding_seed = None
+    if param.dtype in checks.ROUNDED_DTYPES:
+        moments["master"] = None if state is None else _master(param, state)
+        if options.rounding_seed is not None:
+            rounding_seed = tensor_seed(options.rounding_seed, index)
     beta1, beta2 = options.betas
     return step_op.StepInput(
         param,
@@ -229,11 +245,17 @@ def _step_input(
         0 if state is None else state.step,
         StepOptions(options.lr, beta1, beta2, options.weight_decay, options.eps, options.maximize),
         AmpTensors(control.gradient_scale, None),
+        rounding_seed,
     )
 
 
+def _master(param: Tensor, state: AdamWState) -> Tensor:
+    return param.to(torch.float32) if state.master is None else state.master
+
+
 def _updated(given: step_op.StepInput, state: AdamWState | None, results: tuple[Tensor, ...]) -> Update:
-    # Without AMSGrad a maximum that the state carries is carried on.
-    carried = None if state is None else state.max_exp_avg_sq
-    maximum = results[3] if "max_exp_avg_sq" in given.moments else carried
-    return Update(results[0], AdamWState(given.step + 1, results[1], results[2], maximum), updated=True)
+    param, *moments = results
+    parts = dict(zip(given.moments, moments, strict=True))
+    if state is not None and state.max_exp_avg_sq is not None:
+        parts.setdefault("max_exp_avg_sq", state.max_exp_avg_sq)  # carried on without AMSGrad
+    return Update(param, AdamWState(given.step + 1, **parts), updated=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, overload
@@ -12,16 +13,29 @@ from torch._compile import _disable_dynamo
 
 from fused_adamw import _C, tracing
 from fused_adamw.distributed import local_groups, refuse_local_statistics
-from fused_adamw.errors import NonfiniteGradientError
+from fused_adamw.errors import NonfiniteGradientError, StaleMasterError
 from fused_adamw.options import (
     DEFAULT_GUARD,
     DEFAULT_OPTIONS,
     NONFINITE_CHOICES,
+    STALE_MASTER_CHOICES,
     GradientGuardOptions,
     Nonfinite,
     Scalar,
+    StaleMaster,
 )
-from fused_adamw.state import complete_state, normalise_state
+from fused_adamw.plan import Part, Plan, split
+from fused_adamw.rounding import tensor_seed
+from fused_adamw.state import (
+    ParamVersions,
+    complete_state,
+    keep_float32,
+    master_key,
+    master_param,
+    normalise_state,
+    set_master_param,
+    show_masters,
+)
 from fused_adamw.stats import GradientStats, analyze, merge_stats
 from fused_adamw.torch_library import adamw_scaled, checks, step_inplace
 from fused_adamw.torch_library.checks import StepLists
@@ -41,8 +55,10 @@ class AdamW(torch.optim.Optimizer):
     other.
 
     Args:
-        params: Parameters, named parameters or parameter groups: float32, strided, on the CPU. Gradients may
-            be float32, float16 or bfloat16, with the parameter's shape and strides.
+        params: Parameters, named parameters or parameter groups: float32, float16 or bfloat16, strided, on
+            the CPU or on CUDA. Gradients may be of any of these dtypes, with the parameter's shape and
+            strides. A 16-bit parameter has its moments and a master weight in float32, and becomes the
+            rounding of that in the same pass.
         lr: Learning rate, at least 0; a number or a tensor of one element (float32 or float64) on the
             parameters' device. A number too may change from step to step in a compiled step: its first
             change compiles once more, the others do not.
@@ -66,10 +82,23 @@ class AdamW(torch.optim.Optimizer):
         fused_step: Unscale, clip and check inside the step. False: in passes of their own, which change the
             gradients, as a scaler's ``unscale_`` and ``clip_grad_norm_`` do.
         hierarchical_stats: Merge the rows of gradient statistics 1024 at a time, or one after another.
+        stochastic_rounding: Round master weights to 16-bit parameters by chance, up or down, so that a
+            parameter is its master weight on average. A group's ``rounding_seed`` is ``torch.initial_seed()``
+            then; it is in the ``state_dict``, and replicas need the same one. Random bits are a function of
+            it, of the parameter's place in the optimizer, of the element and of the number of the update.
+            False: round to the nearest number.
+        split_masters: Keep the master weight of a bfloat16 parameter, where it is not rounded by chance, as
+            the 16 bits by which it differs from the parameter: exact, and 2 bytes less to keep and 4 to move.
+            The parameter is then, of two nearest numbers, the one of greater magnitude. False: in float32,
+            and the parameter is, of two nearest numbers, the even one. A ``state_dict`` has float32 anyway.
+        stale_master: What is done where someone else wrote to a 16-bit parameter: by "resync" its new value
+            counts (with float32 master weights, element by element where it is no rounding of them; a
+            remainder, less than half a unit in the last place, stays); an "error" names the parameter, unless
+            it was written to through ``param.data``. Reads version counters on the host.
 
     Raises:
         ValueError: An option is out of range, or ``differentiable`` is asked for.
-        TypeError: A parameter is sparse, complex or of another dtype than float32.
+        TypeError: A parameter is sparse, complex or of another dtype than float32, float16 or bfloat16.
 
     ``step`` checks everything before it writes anything and raises as ``torch_library/checks.py`` says.
     Works with ``torch.amp.GradScaler``, which leaves it to the step to divide out the scale and to skip.
@@ -98,6 +127,9 @@ class AdamW(torch.optim.Optimizer):
         nonfinite: Nonfinite | None = None,
         fused_step: bool = True,
         hierarchical_stats: bool = True,
+        stochastic_rounding: bool = False,
+        split_masters: bool = True,
+        stale_master: StaleMaster = "resync",
     ) -> None:
         if differentiable:
             raise ValueError(
@@ -105,10 +137,13 @@ class AdamW(torch.optim.Optimizer):
             )
         checks.check_guard(_OP, max_grad_norm, DEFAULT_GUARD.epsilon)
         checks.check_choice(_OP, "nonfinite", nonfinite, (None, *NONFINITE_CHOICES))
+        checks.check_choice(_OP, "stale_master", stale_master, STALE_MASTER_CHOICES)
         self.max_grad_norm = max_grad_norm
         self.nonfinite = nonfinite
         self.fused_step = fused_step
         self.hierarchical_stats = hierarchical_stats
+        self.split_masters = split_masters
+        self.stale_master = stale_master
         self._forget()
         defaults = {
             "lr": lr,
@@ -118,6 +153,8 @@ class AdamW(torch.optim.Optimizer):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "capturable": capturable,
+            "stochastic_rounding": stochastic_rounding,
+            "rounding_seed": None,
             **_TORCH_SWITCHES,
         }
         super().__init__(params, defaults)
@@ -125,14 +162,18 @@ class AdamW(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drops what is kept from step to step and belongs to no ``state_dict``."""
         self._name = tracing.register(self)
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._record = _StatsRecord()
+        self._versions = ParamVersions()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as ``torch.optim`` does, after checking its options and parameters."""
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["stochastic_rounding"] and group["rounding_seed"] is None:
+            group["rounding_seed"] = torch.initial_seed()
         try:
-            _check_group(self.param_groups[-1])
+            _check_group(group)
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
@@ -149,6 +190,65 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 if self.state.get(param):
                     normalise_state(self.state[param], param, group["amsgrad"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``torch.optim``; a 16-bit parameter has its master weight as ``master_param``, in float32."""
+        hook = self.register_state_dict_post_hook(show_masters, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``torch.optim``, but moments and master weights of 16-bit parameters stay float32.
+
+        A state without ``master_param``, of ``torch.optim.AdamW`` say, goes on from the parameters' values.
+        """
+        hook = self.register_load_state_dict_pre_hook(keep_float32)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def splits_masters(self, group: dict[str, Any]) -> bool:
+        """Whether master weights of a group's bfloat16 parameters are kept as their remainders."""
+        return self.split_masters and not group["stochastic_rounding"]
+
+    @torch.no_grad()
+    def master_param(self, param: Tensor) -> Tensor:
+        """The float32 weight of a parameter: itself, or the master weight of a 16-bit one.
+
+        A master weight that is kept as a remainder is returned as a copy; to change one, use
+        ``set_master_param``.
+        """
+        return master_param(self.state.get(param, {}), param)
+
+    @torch.no_grad()
+    def set_master_param(self, param: Tensor, weight: Tensor) -> None:
+        """Sets the float32 weight of a parameter, and rounds it to the parameter.
+
+        Raises:
+            ValueError: The shapes differ, or the optimizer has no such parameter.
+        """
+        if weight.shape != param.shape:
+            raise ValueError(
+                f"{_OP}: weight has shape {tuple(weight.shape)}; {tuple(param.shape)}, the parameter's, is "
+                "required"
+            )
+        groups = [group for group in self.param_groups if any(param is own for own in group["params"])]
+        if not groups:
+            raise ValueError(f"{_OP}: param is in no group; a parameter of this optimizer is required")
+        state = self.state[param]
+        complete_state(state, param, groups[0]["amsgrad"], self.splits_masters(groups[0]))
+        set_master_param(state, param, weight)
+        self._versions.record([param])
+
+    @torch.no_grad()
+    def resync_masters(self) -> None:
+        """Makes the value of each 16-bit parameter its master weight, as after loading a model's weights."""
+        for param, state in self.state.items():
+            if state and param.dtype in checks.ROUNDED_DTYPES:
+                self.set_master_param(param, param.to(torch.float32))
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy holds: what ``torch.optim`` puts there, and the settings of this class."""
@@ -182,6 +282,8 @@ class AdamW(torch.optim.Optimizer):
             TypeError, ValueError: A tensor or option is refused; nothing has been written then.
             NonfiniteGradientError: ``nonfinite`` is "error" and a gradient holds a NaN or an infinity;
                 nothing has been written then.
+            StaleMasterError: ``stale_master`` is "error" and a parameter was written to since the last step;
+                nothing has been written then.
         """
         if torch.compiler.is_compiling() and self._reads_on_host():
             return self._step_outside_of_graph(closure, stats)
@@ -196,9 +298,21 @@ class AdamW(torch.optim.Optimizer):
         if not groups:
             return loss
         self._check_capture(groups)
+        if self.stale_master == "error":
+            self._refuse_stale_masters(groups)
         # Set by GradScaler for the length of this call.
         amp = AmpTensors(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         record.found_inf = amp.found_inf
+        self._update(groups, amp, stats, next_stats)
+        if self.stale_master == "error":
+            self._versions.record(_rounded_params(groups))
+        return loss
+
+    def _update(
+        self, groups: list[StepGroup], amp: AmpTensors, stats: GradientStats | None, next_stats: _Taken | None
+    ) -> None:
+        """Takes the statistics, unless they are given, and updates by them."""
+        record = self._record
         if stats is not None:
             record.last = (stats.report, stats.rows, [])
         elif next_stats is not None:
@@ -206,21 +320,20 @@ class AdamW(torch.optim.Optimizer):
         elif self._is_guarded():
             if self._can_step_at_once(groups):
                 self._analyze_and_step(groups, amp)
-                return loss
+                return
             record.last = self._analyze(groups, amp.grad_scale)
         else:
             record.last = None
         groups = local_groups(_OP, groups)
         if record.last is None or (stats is None and not self._is_guarded()):
             step_inplace.apply(groups, amp)
-            return loss
+            return
         if self.nonfinite == "error":
             self._refuse_nonfinite()
         if self.fused_step:
             adamw_scaled.apply(groups, record.last[0], self._guard(), amp)
         else:
             self._clip_and_step(groups, amp)
-        return loss
 
     def analyze_gradients(self, grad_scale: Scalar | None = None) -> GradientStats:
         """Reads the gradients now; the next ``step`` uses the statistics instead of reading them again.
@@ -261,7 +374,10 @@ class AdamW(torch.optim.Optimizer):
         if torch.compiler.is_compiling() or not checks.is_capturing(groups[0].lists.params[0].device):
             return
         checks.refuse_host_reads(
-            _OP, nonfinite=self.nonfinite, fused_step=self.fused_step or not self._is_guarded()
+            _OP,
+            nonfinite=self.nonfinite,
+            fused_step=self.fused_step or not self._is_guarded(),
+            stale_master=self.stale_master,
         )
         for i, group in enumerate(self.param_groups):
             if group["params"] and not group["capturable"]:
@@ -269,8 +385,19 @@ class AdamW(torch.optim.Optimizer):
                 options = {"lr": group["lr"], "beta1": beta1, "beta2": beta2}
                 checks.refuse_frozen_options(_OP, i, options, group["params"][0].device)
 
+    def _refuse_stale_masters(self, groups: list[StepGroup]) -> None:
+        changed = self._versions.changed(_rounded_params(groups))
+        if changed:
+            self._forget_scaler()
+            names = _parameter_names(self.param_groups)
+            raise StaleMasterError.naming(_OP, [names[id(param)] for param in changed])
+
     def _reads_on_host(self) -> bool:
-        return self.nonfinite == "error" or (self._is_guarded() and not self.fused_step)
+        return (
+            self.nonfinite == "error"
+            or self.stale_master == "error"
+            or (self._is_guarded() and not self.fused_step)
+        )
 
     @_disable_dynamo
     def _step_outside_of_graph(
@@ -326,11 +453,14 @@ class AdamW(torch.optim.Optimizer):
     def _refuse_nonfinite(self) -> None:
         last = self.last_stats
         if last is not None and not last.gradients.finite:
-            for name in ("grad_scale", "found_inf"):
-                # A scaler deletes what it handed over only after a step that returned.
-                if hasattr(self, name):
-                    delattr(self, name)
+            self._forget_scaler()
             raise NonfiniteGradientError.naming(_OP, last.nonfinite_parameters or ["the statistics given"])
+
+    def _forget_scaler(self) -> None:
+        """Deletes what a scaler handed over, which it does itself only after a step that returned."""
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(self, name):
+                delattr(self, name)
 
     def _clip_and_step(self, groups: list[StepGroup], amp: AmpTensors) -> None:
         step_inplace.check(groups, amp)  # before the gradients change
@@ -343,55 +473,67 @@ class AdamW(torch.optim.Optimizer):
         step_inplace.apply(groups, amp)
 
     def _step_groups(self) -> list[StepGroup]:
-        return [
-            StepGroup(lists, _step_options(group).on(lists.params[0].device))
-            for group, parts in zip(self.param_groups, self._lists_of_groups(), strict=True)
-            for lists in parts
-        ]
+        groups = []
+        first = 0  # the place of a group's first parameter among all
+        for group, parts in zip(self.param_groups, self._parts_of_groups(), strict=True):
+            for lists, places in parts:
+                options = _step_options(group).on(lists.params[0].device)
+                seeds: list[int] = []
+                if group["stochastic_rounding"] and lists.masters:
+                    seed_of = tensor_seed if torch.compiler.is_compiling() else _remembered_tensor_seed
+                    seeds = [seed_of(group["rounding_seed"], first + place) for place in places]
+                groups.append(StepGroup(lists, options, seeds))
+            first += len(group["params"])
+        return groups
 
-    def _lists_of_groups(self) -> list[list[StepLists]]:
-        """The tensors of each group's update, device by device; from the plan where that still holds."""
+    def _parts_of_groups(self) -> list[list[Part]]:
+        """The tensors of each group's update, part by part; from the plan where that still holds."""
         if self._plan is not None and not torch.compiler.is_compiling():
-            planned = self._plan.lists(self.param_groups, self.state)
+            planned = self._plan.parts(self.param_groups, self.state)
             if planned is not None:
                 return planned
         traces_backward = tracing.traces_backward()
         if torch.compiler.is_compiling():
             tracing.prepare(self._name, states=traces_backward)
-        all_lists = []
+        wholes = []
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in StepLists._fields]
-            (self._collect if traces_backward else self._init_group)(group, *lists)
+            places: list[int] = []
+            (self._collect if traces_backward else self._init_group)(group, places, *lists)
             if traces_backward and self._is_guarded():
                 lists[1] = tracing.computed_once(lists[1])
-            all_lists.append(StepLists(*lists))
+            wholes.append(Part(StepLists(*lists), places))
         if not torch.compiler.is_compiling():
-            self._plan = _Plan(self.param_groups, self.state, all_lists)
-        return [_split_by_device(lists) for lists in all_lists]
+            self._plan = Plan(self.param_groups, self.state, wholes)
+        return [split(whole) for whole in wholes]
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+    def _init_group(self, group: dict[str, Any], places: list[int], *lists: list[Tensor]) -> None:
         """Fills the lists of a group's update, and makes the states that are missing.
 
         The name and the form are those of ``torch.optim``: Dynamo runs a method of this name instead of
         tracing it, and takes what it put into the lists as inputs at static addresses.
         """
-        self._collect(group, *lists)
+        self._collect(group, places, *lists)
 
     def _collect(
         self,
         group: dict[str, Any],
+        places: list[int],
         params: list[Tensor],
         grads: list[Tensor],
         exp_avgs: list[Tensor],
         exp_avg_sqs: list[Tensor],
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
+        masters: list[Tensor],
     ) -> None:
-        for param in group["params"]:
+        splits = self.splits_masters(group)
+        for place, param in enumerate(group["params"]):
             if param.grad is None:
                 continue
             state = self.state[param]
-            complete_state(state, param, group["amsgrad"])
+            complete_state(state, param, group["amsgrad"], splits)
+            places.append(place)
             params.append(param)
             grads.append(param.grad)
             exp_avgs.append(state["exp_avg"])
@@ -399,6 +541,12 @@ class AdamW(torch.optim.Optimizer):
             if group["amsgrad"]:
                 max_exp_avg_sqs.append(state["max_exp_avg_sq"])
             state_steps.append(state["step"])
+            master = master_key(param, splits)
+            if master is not None:
+                masters.append(state[master])
+
+
+_remembered_tensor_seed = functools.cache(tensor_seed)
 
 
 # The keys of torch.optim.AdamW's groups that choose among its implementations, so that it can load ours.
@@ -406,7 +554,14 @@ _TORCH_SWITCHES = {"foreach": None, "fused": None, "differentiable": False, "dec
 
 
 # The attributes that a pickle carries besides torch's.
-_SETTINGS = ("max_grad_norm", "nonfinite", "fused_step", "hierarchical_stats")
+_SETTINGS = (
+    "max_grad_norm",
+    "nonfinite",
+    "fused_step",
+    "hierarchical_stats",
+    "split_masters",
+    "stale_master",
+)
 
 
 @dataclass(frozen=True)
@@ -450,6 +605,11 @@ def _gradient_stats(taken: _Taken) -> GradientStats:
     return GradientStats(report, rows, tuple(param.numel() for param in params))
 
 
+def _rounded_params(groups: list[StepGroup]) -> list[Tensor]:
+    """The parameters that have master weights."""
+    return [param for group in groups if group.lists.masters for param in group.lists.params]
+
+
 def _parameter_names(groups: list[dict[str, Any]]) -> dict[int, str]:
     """The names of parameters by their id."""
     names = {}
@@ -458,83 +618,6 @@ def _parameter_names(groups: list[dict[str, Any]]) -> dict[int, str]:
         for i, param in enumerate(group["params"]):
             names[id(param)] = given[i] if given else f"param_groups[{g}]['params'][{i}]"
     return names
-
-
-class _GroupPlan:
-    """The part of a plan that belongs to one group."""
-
-    def __init__(self, group: dict[str, Any], state: dict[Tensor, dict[str, Any]], lists: StepLists) -> None:
-        self._amsgrad = group["amsgrad"]
-        self._params = list(group["params"])
-        self._without_grad = [param.grad is None for param in self._params]
-        self._states = [state[param] for param in lists.params]
-        self._lists = lists._replace(grads=())  # a plan must not keep gradients alive
-        self._one_device = len({param.device for param in lists.params}) <= 1
-
-    def lists(self, group: dict[str, Any]) -> list[StepLists] | None:
-        """The lists with the gradients of now, or None where the plan no longer holds."""
-        lists = self._lists
-        grads = [param.grad for param in group["params"]]
-        if (
-            group["amsgrad"] != self._amsgrad
-            or not _C.same_objects(group["params"], self._params)
-            or not _C.same_nones(grads, self._without_grad)
-            or not _C.same_entries(self._states, "step", lists.state_steps)
-            or not _C.same_entries(self._states, "exp_avg", lists.exp_avgs)
-            or not _C.same_entries(self._states, "exp_avg_sq", lists.exp_avg_sqs)
-            or (self._amsgrad and not _C.same_entries(self._states, "max_exp_avg_sq", lists.max_exp_avg_sqs))
-        ):
-            return None
-        if len(lists.params) < len(grads):
-            grads = [grad for grad in grads if grad is not None]
-        lists = lists._replace(grads=grads)
-        if self._one_device:
-            return [lists] if grads else []
-        return _split_by_device(lists)
-
-
-def _split_by_device(lists: StepLists) -> list[StepLists]:
-    """The lists of each device that there are parameters on."""
-    devices = list(dict.fromkeys(param.device for param in lists.params))
-    if len(devices) == 1:
-        return [lists]
-    places = [[i for i, param in enumerate(lists.params) if param.device == device] for device in devices]
-    return [StepLists(*([tensors[i] for i in own] if tensors else [] for tensors in lists)) for own in places]
-
-
-class _Plan:
-    """What an update needs besides the gradients, kept from one step to the next.
-
-    Looking up the states of hundreds of parameters anew costs more than the kernel. The plan compares object
-    identities instead, so that any change of a group, of the state or of an entry is noticed. What lies
-    behind an object (its storage, shape, dtype) is read anew in each step.
-    """
-
-    def __init__(
-        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], lists: list[StepLists]
-    ) -> None:
-        # Comparing keys by identity spares the calls of Tensor.__hash__ that looking them up costs.
-        self._state_keys = list(state)
-        self._state_values = list(state.values())
-        self._groups = [_GroupPlan(group, state, own) for group, own in zip(groups, lists, strict=True)]
-
-    def lists(
-        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
-    ) -> list[list[StepLists]] | None:
-        """Each group's lists with the gradients of now, or None where the plan no longer holds."""
-        if (
-            len(groups) != len(self._groups)
-            or not _C.same_objects(list(state), self._state_keys)
-            or not _C.same_objects(list(state.values()), self._state_values)
-        ):
-            return None
-        all_lists = []
-        for plan, group in zip(self._groups, groups, strict=True):
-            lists = plan.lists(group)
-            if lists is None:
-                return None
-            all_lists.append(lists)
-        return all_lists
 
 
 def _check_group(group: dict[str, Any]) -> None:

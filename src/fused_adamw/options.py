@@ -12,6 +12,7 @@ Scalar: TypeAlias = float | Tensor
 
 
 Nonfinite: TypeAlias = Literal["skip", "error"]
+StaleMaster: TypeAlias = Literal["resync", "error"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class AdamWOptions:
         weight_decay: Decoupled weight decay, at least 0.
         amsgrad: Divide by the running maximum of the second moment.
         maximize: Ascend instead of descend.
+        rounding_seed: Round master weights to 16-bit parameters stochastically, by random bits that are a
+            function of this number, the parameter's place among those of the call, the element and the
+            number of the update. None: to the nearest number.
 
     ``lr`` and the betas may be tensors of one element, so that a compiled program does not depend on their
     values. A float64 tensor gives the same bits as the float it was made from; a float32 tensor holds, and
@@ -37,6 +41,7 @@ class AdamWOptions:
     weight_decay: float = 1e-2
     amsgrad: bool = False
     maximize: bool = False
+    rounding_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,3 +81,4 @@ DEFAULT_CONTROL = StepControl()
 DEFAULT_GUARD = GradientGuardOptions()
 
 NONFINITE_CHOICES = get_args(Nonfinite)
+STALE_MASTER_CHOICES = get_args(StaleMaster)

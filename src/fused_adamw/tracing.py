@@ -64,7 +64,9 @@ def _make_states(optimizer: AdamW) -> None:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.requires_grad:
-                    complete_state(optimizer.state[param], param, group["amsgrad"])
+                    complete_state(
+                        optimizer.state[param], param, group["amsgrad"], optimizer.splits_masters(group)
+                    )
                     for tensor in optimizer.state[param].values():
                         torch._dynamo.mark_static_address(tensor, guard=True)
 

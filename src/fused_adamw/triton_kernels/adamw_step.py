@@ -1,4 +1,4 @@
-"""The AdamW / AMSGrad step: 28 bytes per parameter (36 with AMSGrad), 2 fewer for 16-bit gradients.
+"""The AdamW / AMSGrad step: what ``csrc/cuda/adamw_step.cu`` does.
 
 A program updates as many elements of one tensor as a block of ``csrc/cuda/adamw_step.cu``. It first forms
 the scalars of the tensor in float64 from what lies on the device: elements that were under way meanwhile
@@ -21,10 +21,19 @@ from fused_adamw.triton_kernels.formula import (
     lane_values,
     quotients,
 )
+from fused_adamw.triton_kernels.low_precision import (
+    current_master,
+    join_weight,
+    random_bits,
+    round_stochastically,
+    round_to_nearest,
+    split_weight,
+    to_float32,
+)
 from fused_adamw.triton_kernels.parameters import (
-    GRAD_BFLOAT16,
-    GRAD_FLOAT16,
-    GRAD_FLOAT32,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
     SHAPE_GRAD,
     SHAPE_GROUP,
     SHAPE_SIZE,
@@ -64,15 +73,29 @@ def _both(name: str, in_place_name: str | None = None) -> tl.constexpr:
     return tl.constexpr(own)
 
 
-CAPACITY = _both("Parameters.capacity")
-SETTINGS = _both("Parameters.settings")
-GROUPS = _both("Parameters.groups")
-TENSORS = _both("Parameters.tensors")
-SLOT = _both("Parameters.slot")
-FIRST_OF_RUN = _both("Parameters.index.first_of_run")
-FIRST = _both("Parameters.index.first")
+_KINDS = ("OutOfPlaceTensor", "InPlaceTensor", "OutOfPlaceMasterTensor", "InPlaceMasterTensor")
 
-TENSOR_BYTES = _both("Tensor")
+
+def _of_kinds(form: str) -> tl.constexpr:
+    """An entry of the layout for each kind of tensor: choose with ``[KIND]``."""
+    return tl.constexpr(tuple(CUDA_LAYOUT[form.format(kind)] for kind in _KINDS))
+
+
+CAPACITY = _of_kinds("StepParameters<{}>.capacity")
+SETTINGS = _of_kinds("StepParameters<{}>.settings")
+GROUPS = _of_kinds("StepParameters<{}>.groups")
+TENSORS = _of_kinds("StepParameters<{}>.tensors")
+SLOT = _of_kinds("StepParameters<{}>.slot")
+FIRST_OF_RUN = _of_kinds("StepParameters<{}>.index.first_of_run")
+FIRST = _of_kinds("StepParameters<{}>.index.first")
+TENSOR_BYTES = _of_kinds("{}")
+
+ROUNDED = _both("MasterTensor.rounded")
+ROUNDED_OLD_PARAM = tl.constexpr(CUDA_LAYOUT["RoundedParam.old_param"])
+ROUNDED_NEW_PARAM = tl.constexpr(CUDA_LAYOUT["RoundedParam.new_param"])
+ROUNDED_SEED = tl.constexpr(CUDA_LAYOUT["RoundedParam.rounding_seed"])
+ROUNDED_TYPE = tl.constexpr(CUDA_LAYOUT["RoundedParam.type"])
+
 SHAPE = _both("Tensor.shape")
 STEP = _both("Tensor.step")
 GRAD = _both("Tensor.grad")
@@ -87,14 +110,14 @@ NEW_MAX_EXP_AVG_SQ = _both("Tensor.new_max_exp_avg_sq", "Tensor.max_exp_avg_sq")
 
 
 @triton.jit
-def _read_scalars(parameters, tensor, IN_PLACE: tl.constexpr):
-    """The scalars of a tensor's update, and whether nothing is to be updated.
+def _read_scalars(parameters, tensor, IN_PLACE: tl.constexpr, KIND: tl.constexpr):
+    """The scalars of a tensor's update, its number, and whether nothing is to be updated.
 
     Each option becomes float32 as soon as it is read: float64 values kept for later would cost registers.
     """
-    settings = parameters + SETTINGS[IN_PLACE]
+    settings = parameters + SETTINGS[KIND]
     group_index = tl.load((tensor + SHAPE[IN_PLACE] + SHAPE_GROUP).to(tl.pointer_type(tl.uint16)))
-    group = parameters + GROUPS[IN_PLACE] + group_index.to(tl.int32) * GROUP_BYTES
+    group = parameters + GROUPS[KIND] + group_index.to(tl.int32) * GROUP_BYTES
 
     inverse_scale = inverse_grad_scale(load_scalar(settings, SETTINGS_GRAD_SCALE))
     infinity = tl.full((), INFINITY_BITS, tl.int32).to(tl.float32, bitcast=True)
@@ -130,7 +153,7 @@ def _read_scalars(parameters, tensor, IN_PLACE: tl.constexpr):
     )
     eps = load_float64(group, GROUP_EPS).to(tl.float32)
     beta2 = beta2.to(tl.float32)
-    return (inverse_scale, decay, beta1_complement, beta2, beta2_complement, eps, corrections), skip
+    return (inverse_scale, decay, beta1_complement, beta2, beta2_complement, eps, corrections), done + 1, skip
 
 
 @triton.jit
@@ -143,6 +166,7 @@ def _elements(tensor, start, OFFSET: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT
 @triton.jit
 def _update_block(
     scalars,
+    number,
     skip,
     counter,
     tensor,
@@ -150,17 +174,23 @@ def _update_block(
     size,
     IN_PLACE: tl.constexpr,
     AMSGRAD: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Updates elements from ``start`` on; in place, a skipped update writes nothing.
 
     Returns how many programs of the tensor came before this one (in place).
 
-    ``WHOLE``: all are there, and their addresses allow accesses of 16 bytes (8 for 16-bit gradients).
+    ``WHOLE``: all are there, and their addresses allow accesses of 16 bytes (8 for 16-bit elements).
     Every mask is then the same for all of them, which keeps those accesses whole.
     """
     ALIGNMENT: tl.constexpr = 16 if WHOLE else 4
     HALF_ALIGNMENT: tl.constexpr = 8 if WHOLE else 2
+    SPLIT: tl.constexpr = WEIGHTS == "split"
+    ROUND: tl.constexpr = WEIGHTS != "float32"
+    STOCHASTIC: tl.constexpr = WEIGHTS == "stochastic"
+    MASTER: tl.constexpr = tl.uint16 if SPLIT else tl.float32
+    MASTER_ALIGNMENT: tl.constexpr = HALF_ALIGNMENT if SPLIT else ALIGNMENT
     lanes = tl.arange(0, BLOCK)
     if WHOLE:
         inside = tl.full((BLOCK,), True, tl.int1)
@@ -172,15 +202,23 @@ def _update_block(
     if not IN_PLACE:
         state &= tl.broadcast_to(load_int64(tensor, EXP_AVG[IN_PLACE]), (BLOCK,)) != 0
 
-    param_pointers = _elements(tensor, start, PARAM[IN_PLACE], tl.float32, ALIGNMENT)
+    # The weights as they lie in memory: the parameter, or the master weight or remainder beside it.
+    rounded = tensor + ROUNDED[IN_PLACE]
+    weight_pointers = _elements(tensor, start, PARAM[IN_PLACE], MASTER, MASTER_ALIGNMENT)
+    if ROUND:
+        type_code = tl.load(rounded + ROUNDED_TYPE)
+        param_pointers = _elements(rounded, start, ROUNDED_OLD_PARAM, tl.uint16, HALF_ALIGNMENT)
+        stored = tl.load(weight_pointers, mask=state, other=0)
+        param = tl.load(param_pointers, mask=inside, other=0)
+    else:
+        stored = tl.load(weight_pointers, mask=inside, other=0.0)
     grad_pointers = _elements(tensor, start, GRAD[IN_PLACE], tl.float32, ALIGNMENT)
-    half_pointers = _elements(tensor, start, GRAD[IN_PLACE], tl.int16, HALF_ALIGNMENT)
+    half_pointers = _elements(tensor, start, GRAD[IN_PLACE], tl.uint16, HALF_ALIGNMENT)
     exp_avg_pointers = _elements(tensor, start, EXP_AVG[IN_PLACE], tl.float32, ALIGNMENT)
     exp_avg_sq_pointers = _elements(tensor, start, EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
-    param = tl.load(param_pointers, mask=inside, other=0.0)
     # Both widths without a branch: no conversion waits for its load before the other loads are under way.
-    grad = tl.load(grad_pointers, mask=inside & (code == GRAD_FLOAT32), other=0.0)
-    half_grad = tl.load(half_pointers, mask=inside & (code != GRAD_FLOAT32), other=0)
+    grad = tl.load(grad_pointers, mask=inside & (code == FLOAT32), other=0.0)
+    half_grad = tl.load(half_pointers, mask=inside & (code != FLOAT32), other=0)
     exp_avg = tl.load(exp_avg_pointers, mask=state, other=0.0)
     exp_avg_sq = tl.load(exp_avg_sq_pointers, mask=state, other=0.0)
     maximum = exp_avg_sq
@@ -194,18 +232,40 @@ def _update_block(
         tl.debug_barrier()
         before = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
 
+    if ROUND and not (SPLIT or IN_PLACE):
+        stored = tl.where(state, stored, to_float32(param, type_code))
     if skip == 0:
-        grad = tl.where(code == GRAD_FLOAT16, half_to_float32(half_grad), grad)
-        grad = tl.where(code == GRAD_BFLOAT16, bfloat16_to_float32(half_grad), grad)
-        param, exp_avg, exp_avg_sq, maximum = adamw_update(
-            param, grad, exp_avg, exp_avg_sq, maximum, scalars, AMSGRAD
+        if SPLIT:
+            weight = join_weight(param, stored)
+        elif ROUND:
+            weight = current_master(stored, param, type_code, STOCHASTIC)
+        else:
+            weight = stored
+        grad = tl.where(code == FLOAT16, half_to_float32(half_grad), grad)
+        grad = tl.where(code == BFLOAT16, bfloat16_to_float32(half_grad), grad)
+        weight, exp_avg, exp_avg_sq, maximum = adamw_update(
+            weight, grad, exp_avg, exp_avg_sq, maximum, scalars, AMSGRAD
         )
+        if SPLIT:
+            param, stored = split_weight(weight)
+        elif STOCHASTIC:
+            random = random_bits(load_int64(rounded, ROUNDED_SEED), start // 4, number, BLOCK // 4)
+            param = round_stochastically(weight, random, type_code)
+            stored = weight
+        elif ROUND:
+            param = round_to_nearest(weight, type_code)
+            stored = weight
+        else:
+            stored = weight
 
     if (not IN_PLACE) or skip == 0:
-        param_pointers = _elements(tensor, start, NEW_PARAM[IN_PLACE], tl.float32, ALIGNMENT)
+        weight_pointers = _elements(tensor, start, NEW_PARAM[IN_PLACE], MASTER, MASTER_ALIGNMENT)
         exp_avg_pointers = _elements(tensor, start, NEW_EXP_AVG[IN_PLACE], tl.float32, ALIGNMENT)
         exp_avg_sq_pointers = _elements(tensor, start, NEW_EXP_AVG_SQ[IN_PLACE], tl.float32, ALIGNMENT)
-        tl.store(param_pointers, param, mask=inside)
+        tl.store(weight_pointers, stored, mask=inside)
+        if ROUND:
+            param_pointers = _elements(rounded, start, ROUNDED_NEW_PARAM, tl.uint16, HALF_ALIGNMENT)
+            tl.store(param_pointers, param, mask=inside)
         tl.store(exp_avg_pointers, exp_avg, mask=inside)
         tl.store(exp_avg_sq_pointers, exp_avg_sq, mask=inside)
         if AMSGRAD:
@@ -215,24 +275,25 @@ def _update_block(
 
 
 @triton.jit
-def adamw_step(parameters, finished_blocks, IN_PLACE: tl.constexpr, AMSGRAD: tl.constexpr):
+def adamw_step(
+    parameters, finished_blocks, IN_PLACE: tl.constexpr, AMSGRAD: tl.constexpr, WEIGHTS: tl.constexpr
+):
     """Grid: one program per ``kElementsPerBlock`` elements of each tensor of ``StepParameters``."""
-    index, block = find_tensor(
-        parameters,
-        tl.program_id(0),
-        FIRST_OF_RUN[IN_PLACE],
-        FIRST[IN_PLACE],
-        CAPACITY[IN_PLACE],
-    )
-    tensor = parameters + TENSORS[IN_PLACE] + index * TENSOR_BYTES[IN_PLACE]
+    KIND: tl.constexpr = IN_PLACE + 2 * (WEIGHTS != "float32")
+    index, block = find_tensor(parameters, tl.program_id(0), FIRST_OF_RUN[KIND], FIRST[KIND], CAPACITY[KIND])
+    tensor = parameters + TENSORS[KIND] + index * TENSOR_BYTES[KIND]
     size = load_int64(tensor + SHAPE[IN_PLACE], SHAPE_SIZE)
-    scalars, skip = _read_scalars(parameters, tensor, IN_PLACE)
-    counter = finished_blocks + load_int32(parameters, SLOT[IN_PLACE]) + index
+    scalars, number, skip = _read_scalars(parameters, tensor, IN_PLACE, KIND)
+    counter = finished_blocks + load_int32(parameters, SLOT[KIND]) + index
     start = block.to(tl.int64) * BLOCK
     if load_flag(tensor + SHAPE[IN_PLACE], SHAPE_VECTORISED) & (start + BLOCK <= size):
-        before = _update_block(scalars, skip, counter, tensor, start, size, IN_PLACE, AMSGRAD, True)
+        before = _update_block(
+            scalars, number, skip, counter, tensor, start, size, IN_PLACE, AMSGRAD, WEIGHTS, True
+        )
     else:
-        before = _update_block(scalars, skip, counter, tensor, start, size, IN_PLACE, AMSGRAD, False)
+        before = _update_block(
+            scalars, number, skip, counter, tensor, start, size, IN_PLACE, AMSGRAD, WEIGHTS, False
+        )
     if IN_PLACE:
         blocks = ((size + (BLOCK - 1)) // BLOCK).to(tl.int32)
         if before + 1 == blocks:

@@ -41,28 +41,25 @@ class Compiled:
     ptx: str
 
 
-def compile_to_cubin(
-    kernel: str, architecture: int, *, in_place: bool | None = None, amsgrad: bool | None = None
-) -> Compiled:
+def compile_to_cubin(kernel: str, architecture: int, **variant: bool | str) -> Compiled:
     """Machine code for a compute capability (90 for 9.0).
 
     Args:
         kernel: ``STEP``, or one of ``STATS``.
         architecture: Compute capability as major * 10 + minor.
-        in_place: The variant of the step.
-        amsgrad: The variant of the step.
+        variant: Of the step alone, a ``cuda_kernels.StepVariant`` by its names.
 
     Raises:
         CompilerError: Triton is missing, does not know the architecture, or refuses the kernel.
     """
-    variant = _variant(kernel, in_place, amsgrad)
+    constants = _constants(kernel, variant)
     triton = _triton()
     function = _function(kernel)
     if not isinstance(function, triton.JITFunction):
         raise CompilerError(f"Triton interprets {kernel} instead of compiling it: TRITON_INTERPRET is set")
     _refuse_unknown(triton, architecture)
     source = triton.compiler.ASTSource(
-        fn=function, signature={**_SIGNATURE, **dict.fromkeys(variant, "constexpr")}, constexprs=variant
+        fn=function, signature={**_SIGNATURE, **dict.fromkeys(constants, "constexpr")}, constexprs=constants
     )
     target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
     options = {**_OPTIONS, "num_warps": _WARPS_OF_ONE.get(kernel, _WARPS)}
@@ -86,9 +83,7 @@ def compile_to_cubin(
     )
 
 
-def cache_key(
-    kernel: str, architecture: int, *, in_place: bool | None = None, amsgrad: bool | None = None
-) -> str:
+def cache_key(kernel: str, architecture: int, **variant: bool | str) -> str:
     """All that ``compile_to_cubin`` depends on; does not import Triton.
 
     Raises:
@@ -99,14 +94,16 @@ def cache_key(
     except importlib.metadata.PackageNotFoundError as error:
         raise _missing() from error
     sources = {path.name: path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))}
-    variant = _variant(kernel, in_place, amsgrad)
-    return repr((kernel, architecture, variant, version, sources, sorted(CUDA_LAYOUT.items())))
+    constants = _constants(kernel, variant)
+    return repr((kernel, architecture, constants, version, sources, sorted(CUDA_LAYOUT.items())))
 
 
-def _variant(kernel: str, in_place: bool | None, amsgrad: bool | None) -> dict[str, bool]:
-    if (kernel == STEP) is not (in_place is not None and amsgrad is not None):
-        raise ValueError(f"only {STEP} has variants, and it needs both in_place and amsgrad")
-    return {"IN_PLACE": bool(in_place), "AMSGRAD": bool(amsgrad)} if kernel == STEP else {}
+def _constants(kernel: str, variant: dict[str, bool | str]) -> dict[str, bool | str]:
+    """The compile-time arguments of a kernel: those of the step are written in capitals."""
+    required = ("in_place", "amsgrad", "weights") if kernel == STEP else ()
+    if tuple(variant) != required:
+        raise ValueError(f"{kernel} has the variant {tuple(variant)}; {required} is required")
+    return {name.upper(): value for name, value in variant.items()}
 
 
 @functools.cache

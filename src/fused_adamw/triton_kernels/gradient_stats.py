@@ -13,9 +13,9 @@ import triton.language as tl
 from fused_adamw._C import CUDA_LAYOUT
 from fused_adamw.triton_kernels.formula import INFINITY_BITS, inverse_grad_scale
 from fused_adamw.triton_kernels.parameters import (
-    GRAD_BFLOAT16,
-    GRAD_FLOAT16,
-    GRAD_FLOAT32,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
     SHAPE_GRAD,
     SHAPE_SIZE,
     SHAPE_VECTORISED,
@@ -73,10 +73,10 @@ def store_row(rows, index, squares, max_bits, nonfinite):
 
 @triton.jit
 def _to_float32(bits, CODE: tl.constexpr):
-    """Gradients of a type from their bits in int32 or int16."""
-    if CODE == GRAD_FLOAT16:
+    """Gradients of a type from their bits in uint32 or uint16."""
+    if CODE == FLOAT16:
         values = half_to_float32(bits)
-    elif CODE == GRAD_BFLOAT16:
+    elif CODE == BFLOAT16:
         values = bfloat16_to_float32(bits)
     else:
         values = bits.to(tl.float32, bitcast=True)
@@ -97,8 +97,8 @@ def _add_values(squares, max_bits, nonfinite, values):
 def _sum_row(address, first, count, vectorised, inverse_scale, CODE: tl.constexpr):
     """Lane sums, lane maxima and whether any is not finite, of one row's elements."""
     lanes = tl.arange(0, LANES)
-    BYTES: tl.constexpr = 4 if CODE == GRAD_FLOAT32 else 2
-    TYPE: tl.constexpr = tl.int16 if BYTES == 2 else tl.int32
+    BYTES: tl.constexpr = 4 if CODE == FLOAT32 else 2
+    TYPE: tl.constexpr = tl.uint16 if BYTES == 2 else tl.uint32
     squares = tl.full((LANES,), 0.0, tl.float64)
     max_bits = tl.full((LANES,), 0, tl.uint32)
     nonfinite = tl.full((LANES,), 0, tl.int32)
@@ -211,12 +211,12 @@ def analyze_gradients(parameters, finished_blocks):
     address = load_int64(tensor, GRADIENT_GRAD)
     code = tl.load(shape + SHAPE_GRAD)
     vectorised = load_flag(shape, SHAPE_VECTORISED)
-    if code == GRAD_FLOAT16:
-        lanes = _sum_row(address, first, count, vectorised, inverse_scale, GRAD_FLOAT16)
-    elif code == GRAD_BFLOAT16:
-        lanes = _sum_row(address, first, count, vectorised, inverse_scale, GRAD_BFLOAT16)
+    if code == FLOAT16:
+        lanes = _sum_row(address, first, count, vectorised, inverse_scale, FLOAT16)
+    elif code == BFLOAT16:
+        lanes = _sum_row(address, first, count, vectorised, inverse_scale, BFLOAT16)
     else:
-        lanes = _sum_row(address, first, count, vectorised, inverse_scale, GRAD_FLOAT32)
+        lanes = _sum_row(address, first, count, vectorised, inverse_scale, FLOAT32)
     squares, max_bits, nonfinite = _reduce(lanes[0], lanes[1], lanes[2])
     rows = load_pointer(parameters, ANALYZE_ROWS, tl.float32)
     store_row(rows, block.to(tl.int64), squares, max_bits, nonfinite)

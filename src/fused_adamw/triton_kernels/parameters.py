@@ -23,9 +23,9 @@ SHAPE_SIZE = tl.constexpr(CUDA_LAYOUT["TensorShape.size"])
 SHAPE_GRAD = tl.constexpr(CUDA_LAYOUT["TensorShape.grad"])
 SHAPE_VECTORISED = tl.constexpr(CUDA_LAYOUT["TensorShape.vectorised"])
 SHAPE_GROUP = tl.constexpr(CUDA_LAYOUT["TensorShape.group"])
-GRAD_FLOAT32 = tl.constexpr(CUDA_LAYOUT["kGradFloat32"])
-GRAD_FLOAT16 = tl.constexpr(CUDA_LAYOUT["kGradFloat16"])
-GRAD_BFLOAT16 = tl.constexpr(CUDA_LAYOUT["kGradBFloat16"])
+FLOAT32 = tl.constexpr(CUDA_LAYOUT["kFloat32"])
+FLOAT16 = tl.constexpr(CUDA_LAYOUT["kFloat16"])
+BFLOAT16 = tl.constexpr(CUDA_LAYOUT["kBFloat16"])
 
 INDEX_RUN = tl.constexpr(CUDA_LAYOUT["kIndexRun"])
 
@@ -101,11 +101,11 @@ def find_tensor(parameters, block, FIRST_OF_RUN: tl.constexpr, FIRST: tl.constex
 
 @triton.jit
 def half_to_float32(bits):
-    """float16 numbers from their bits in int16. Exact, subnormal numbers too."""
+    """float16 numbers from their bits in uint16. Exact, subnormal numbers too."""
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def bfloat16_to_float32(bits):
-    """bfloat16 numbers from their bits in int16. Exact."""
-    return (bits.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    """bfloat16 numbers from their bits in uint16. Exact."""
+    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)

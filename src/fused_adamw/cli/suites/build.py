@@ -21,10 +21,6 @@ from fused_adamw.triton_kernels import compiler as triton_compiler
 # Ampere, Hopper and the two Blackwells.
 ARCHITECTURES = (80, 90, 100, 120)
 
-_STEPS = [
-    {"in_place": in_place, "amsgrad": amsgrad} for in_place in (True, False) for amsgrad in (True, False)
-]
-
 # What an operation that is rounded otherwise than IEEE has it looks like in PTX.
 _INEXACT = re.compile(r"\bfma\b|\bmad\.f|\.ftz\b|\.approx\b|\.full\b")
 
@@ -44,7 +40,7 @@ def missing(compiler: str) -> str | None:
 def through_nvrtc(architecture: int) -> str:
     """Each source in each variant, compiled anew."""
     kernels: list[tuple[str, tuple[str, ...]]] = [(cuda_kernels.STATS, ())]
-    kernels += [(cuda_kernels.STEP, cuda_kernels.step_definitions(**variant)) for variant in _STEPS]
+    kernels += [(cuda_kernels.STEP, variant.definitions()) for variant in cuda_kernels.STEP_VARIANTS]
     frames: list[tuple[str, ...]] = []
     registers: list[int] = []
     for source, definitions in kernels:
@@ -69,8 +65,8 @@ def through_nvrtc(architecture: int) -> str:
 
 def through_triton(architecture: int) -> str:
     """Each kernel in each variant, compiled anew."""
-    kernels: list[tuple[str, dict[str, bool]]] = [(name, {}) for name in triton_compiler.STATS]
-    kernels += [(triton_compiler.STEP, variant) for variant in _STEPS]
+    kernels: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in triton_compiler.STATS]
+    kernels += [(triton_compiler.STEP, variant._asdict()) for variant in cuda_kernels.STEP_VARIANTS]
     registers = 0
     with _empty_triton_cache() as folder:
         for name, variant in kernels:
