@@ -61,7 +61,8 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=std, generator=generator)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy, in nats per byte, of token ids of shape (batch, context)."""
+        """The mean cross-entropy, float32, in nats per byte, of token ids of shape (batch, context)."""
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         logits = functional.linear(self.norm(self.blocks(x)), self.tokens.weight)
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        # A loss of 16 bits would hide what a step changes, and could not be scaled.
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

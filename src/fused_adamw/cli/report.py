@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import matplotlib
 import torch
 from matplotlib.figure import Figure
 from rich.table import Table
+from torch import Tensor
 
 import fused_adamw
 from fused_adamw.cli.errors import refusing
-from fused_adamw.cli.training import UNTIMED_STEPS, Progress, Training
+from fused_adamw.cli.training import UNTIMED_STEPS, Training
 
 OURS = "fused_adamw.AdamW"
 TORCHS = "torch.optim.AdamW"
@@ -36,25 +38,29 @@ def figures(ours: Training, theirs: Training | None) -> dict[str, Any]:
         "instruction_set": fused_adamw.cpu_capability(),
         "settings": asdict(ours.settings),
         "parameters": ours.parameter_count,
-        "optimizers": {OURS: _figures_of(ours.progress)},
+        "optimizers": {OURS: _figures_of(ours)},
     }
     if theirs is not None:
-        found["optimizers"][TORCHS] = _figures_of(theirs.progress)
-        found["largest_parameter_difference"] = _finite(largest_difference(ours, theirs))
+        found["optimizers"][TORCHS] = _figures_of(theirs)
+        params, other_params = (training.model.parameters() for training in (ours, theirs))
+        found["largest_parameter_difference"] = _finite(largest_difference(params, other_params))
+        if ours.settings.dtype != "float32":
+            difference = largest_difference(ours.weights(), theirs.weights())
+            found["largest_master_weight_difference"] = _finite(difference)
     return found
 
 
-def largest_difference(ours: Training, theirs: Training) -> float:
-    """The largest difference between the parameters of two trainings; NaN if any is NaN."""
-    pairs = zip(ours.model.parameters(), theirs.model.parameters(), strict=True)
-    return torch.stack([(a.detach() - b.detach()).abs().max() for a, b in pairs]).max().item()
+def largest_difference(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
+    """The largest difference between the tensors of two trainings; NaN if any is NaN."""
+    pairs = zip(ours, theirs, strict=True)
+    return torch.stack([(a.detach().float() - b.detach().float()).abs().max() for a, b in pairs]).max().item()
 
 
 def table(found: dict[str, Any]) -> Table:
     """The figures for a terminal."""
     settings = found["settings"]
     result = Table(
-        title=f"{settings['steps']} steps, {found['parameters']:,} parameters, {found['device']}",
+        title=f"{settings['steps']} steps, {_parameters(found)}, {found['device']}",
         caption_justify="left",
     )
     result.add_column("")
@@ -64,6 +70,7 @@ def table(found: dict[str, Any]) -> Table:
         "last training loss": ("training_loss", "{:.6f}"),
         "held-out loss before": ("held_out_loss_before", "{:.6f}"),
         "held-out loss after": ("held_out_loss", "{:.6f}"),
+        "skipped steps": ("skipped_steps", "{}"),
         "optimizer, all timed steps (s)": ("optimizer_seconds", "{:.3f}"),
         "number of timed steps": ("optimizer_timed_steps", "{}"),
         "median optimizer step (ms)": ("optimizer_step_median_ms", "{:.3f}"),
@@ -73,10 +80,14 @@ def table(found: dict[str, Any]) -> Table:
         result.add_row(label, *("-" if value is None else form.format(value) for value in values))
     caption = [f"Losses in nats per byte. Not timed: the first {UNTIMED_STEPS} steps of a process."]
     if "largest_parameter_difference" in found:
-        difference = found["largest_parameter_difference"]
-        shown = "-" if difference is None else f"{difference:.3g}"
+        shown = _difference(found["largest_parameter_difference"])
         caption.insert(0, f"Largest parameter difference: {shown}.")
-        caption.append(f"{TORCHS} runs with fused=True.")
+        way = "with fused=True"
+        if "largest_master_weight_difference" in found:
+            shown = _difference(found["largest_master_weight_difference"])
+            caption.insert(1, f"Largest difference of float32 master weights: {shown}.")
+            way += ", on float32 copies of the parameters"
+        caption.append(f"{TORCHS} runs {way}.")
     result.caption = "\n".join(caption)
     return result
 
@@ -94,7 +105,8 @@ def write(directory: Path, found: dict[str, Any]) -> tuple[Path, Path]:
     return json_path, plot_path
 
 
-def _figures_of(progress: Progress) -> dict[str, Any]:
+def _figures_of(training: Training) -> dict[str, Any]:
+    progress = training.progress
     seconds = progress.optimizer_seconds
     held_out = [(step, _finite(loss)) for step, loss in progress.held_out]
     losses = [_finite(loss) for loss in progress.losses]
@@ -102,12 +114,21 @@ def _figures_of(progress: Progress) -> dict[str, Any]:
         "training_loss": losses[-1],
         "held_out_loss_before": held_out[0][1],
         "held_out_loss": held_out[-1][1],
+        "skipped_steps": training.skipped_steps,
         "optimizer_seconds": sum(seconds) if seconds else None,
         "optimizer_timed_steps": len(seconds),
         "optimizer_step_median_ms": 1e3 * statistics.median(seconds) if seconds else None,
         "losses": losses,
         "held_out": held_out,
     }
+
+
+def _parameters(found: dict[str, Any]) -> str:
+    return f"{found['parameters']:,} {found['settings']['dtype']} parameters"
+
+
+def _difference(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _finite(value: float) -> float | None:
@@ -142,7 +163,7 @@ def _plot(found: dict[str, Any], path: Path) -> None:
     axes.set(
         xlabel="optimizer step",
         ylabel="loss (nats per byte)",
-        title=f"Byte-level GPT, {found['parameters']:,} parameters, seed {seed}, same batches",
+        title=f"Byte-level GPT, {_parameters(found)}, seed {seed}, same batches",
     )
     axes.grid(alpha=0.3)
     axes.legend()

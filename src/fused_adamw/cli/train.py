@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 from fused_adamw.cli import checkpoint as checkpoints
 from fused_adamw.cli import report
 from fused_adamw.cli.corpus import Corpus
+from fused_adamw.cli.dtypes import METAVAR, dtype_name
 from fused_adamw.cli.errors import CommandError, refusing
 from fused_adamw.cli.session import interrupts, quiet_dynamo, run_to_end
 from fused_adamw.cli.training import Settings, Training, check_compiler, deterministic
@@ -56,6 +57,9 @@ def train(
     max_grad_norm: Annotated[
         float | None, typer.Option(min=0.0, help="Clip the gradients to this norm, inside the step.")
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(parser=dtype_name, metavar=METAVAR, help="Of the parameters.")
+    ] = "float32",
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the weights and the batches.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     compile: Annotated[bool, typer.Option(help="Compile the training step.")] = True,  # noqa: A002
@@ -80,6 +84,9 @@ def train(
 
     The text is that of Python's help topics, or your own (--data). A run that is resumed ends as one that was
     not interrupted, to the bit. The run to compare with is not kept in checkpoints: it starts anew.
+
+    Parameters of 16 bits have float32 master weights: fused_adamw's own, and for torch.optim.AdamW copies
+    that it updates in their place. With float16, each side scales the loss with its gradient scaler.
     """
     console = Console(highlight=False, markup=False)
     try:
@@ -97,6 +104,7 @@ def train(
             weight_decay=weight_decay,
             amsgrad=amsgrad,
             max_grad_norm=max_grad_norm,
+            dtype=dtype,
             seed=seed,
             device=device,
             compile=compile,

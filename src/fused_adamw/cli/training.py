@@ -19,8 +19,11 @@ from torch._inductor.exc import CppCompileError
 
 import fused_adamw
 from fused_adamw.cli.corpus import Corpus
+from fused_adamw.cli.dtypes import dtype_of
 from fused_adamw.cli.errors import CommandError
 from fused_adamw.cli.gpt import GPT
+from fused_adamw.cli.masters import MasterCopies
+from fused_adamw.cli.suites.training import params_of
 
 WARM_UP_STEPS = 10
 HELD_OUT_BATCH = 32
@@ -45,6 +48,8 @@ class Settings:
     weight_decay: float
     amsgrad: bool
     max_grad_norm: float | None
+    dtype: str
+    """Of the parameters."""
     seed: int
     device: str
     compile: bool
@@ -78,6 +83,9 @@ class Training:
     optimizer's step. As one function it would not stay one graph: Dynamo breaks it at ``Tensor.backward()``
     (unless the private ``torch._dynamo.config.trace_autograd_ops`` is set) and runs ``zero_grad`` eagerly.
     Both parts are compiled with ``fullgraph``, so that what cannot be compiled is an error, not a slow run.
+
+    Parameters of 16 bits have float32 master weights: fused_adamw's own, or copies for torch's optimizer. The
+    loss of float16 parameters is scaled.
     """
 
     def __init__(
@@ -88,12 +96,14 @@ class Training:
         self.progress = Progress()
         self.device = torch.device(settings.device)
         self.model = GPT(settings.context, settings.width, settings.heads, settings.layers, settings.seed).to(
-            self.device
+            self.device, dtype_of(settings.dtype)
         )
         # A float64 tensor holds any learning rate exactly, and its changes recompile nothing.
         lr = torch.zeros((), dtype=torch.float64, device=self.device)
         options: dict[str, Any] = {"weight_decay": settings.weight_decay, "amsgrad": settings.amsgrad}
+        self._copies: MasterCopies | None = None
         self._clip: float | None = None
+        scaler_type: type[torch.amp.GradScaler] = torch.amp.GradScaler
         # What torch's training needs compiled, ours has compiled by then.
         self.compiles = settings.compile and optimizer == "fused_adamw"
         if optimizer == "fused_adamw":
@@ -103,15 +113,18 @@ class Training:
                 )
             except (TypeError, ValueError) as error:  # a device without kernels, say
                 raise CommandError(str(error)) from None
-            step = self.optimizer.step
-            self._optimizer_step: Callable[[], Any] = (
-                torch.compile(step, fullgraph=True) if settings.compile else step
-            )
+            if settings.compile:
+                self.optimizer.step = torch.compile(self.optimizer.step, fullgraph=True)  # type: ignore[method-assign]
+            scaler_type = fused_adamw.GradScaler
         else:
+            params = list(self.model.parameters())
+            if settings.dtype != "float32":
+                self._copies = MasterCopies(params)
+                params = self._copies.masters
             # torch's fastest on these devices; it cannot be compiled.
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True, **options)
-            self._optimizer_step = self.optimizer.step
+            self.optimizer = torch.optim.AdamW(params, lr=0.0, fused=True, **options)
             self._clip = settings.max_grad_norm
+        self._scaler = scaler_type(self.device.type, enabled=settings.dtype == "float16")
         self._loss = _compiled_loss() if settings.compile else _loss
         self._held_out = [
             tensor.to(self.device) for tensor in corpus.held_out_batch(HELD_OUT_BATCH, settings.context)
@@ -122,6 +135,18 @@ class Training:
     def parameter_count(self) -> int:
         """The number of elements of all parameters."""
         return sum(param.numel() for param in self.model.parameters())
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that changed nothing, for want of finite gradients."""
+        [steps] = {int(state["step"]) for state in self.optimizer.state.values()}
+        return self.progress.step - steps
+
+    def weights(self) -> list[Tensor]:
+        """The float32 weights of the parameters: the master weights of those of 16 bits."""
+        if isinstance(self.optimizer, fused_adamw.AdamW):
+            return [self.optimizer.master_param(param) for param in self.model.parameters()]
+        return [param.detach() for param in params_of(self.optimizer)]
 
     def run_step(self) -> None:
         """One step; appends to the progress.
@@ -136,15 +161,13 @@ class Training:
             settings.seed, progress.step, settings.batch_size, settings.context
         )
         self._set_learning_rate(settings.learning_rate(progress.step))
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         with _compiler_errors():
             loss = self._loss(self.model, inputs.to(self.device), targets.to(self.device))
-            loss.backward()
+            self._scaler.scale(loss).backward()
             self._synchronize()
             start = time.perf_counter()
-            if self._clip is not None:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-            self._optimizer_step()
+            self._update()
         self._synchronize()
         if self._untimed == 0:
             progress.optimizer_seconds.append(time.perf_counter() - start)
@@ -155,18 +178,34 @@ class Training:
         if progress.step % max(1, settings.steps // HELD_OUT_POINTS) == 0 or progress.step == settings.steps:
             self._take_held_out_loss()
 
+    def _update(self) -> None:
+        if self._copies is not None:
+            self._copies.take_gradients(param.grad for param in self.model.parameters())
+        if self._clip is not None:
+            self._scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(params_of(self.optimizer), self._clip)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        if self._copies is not None:
+            self._copies.give_weights()
+
     def state_dict(self) -> dict[str, Any]:
-        """Model and optimizer, to the bit.
+        """Model, optimizer and the scale of losses, to the bit.
 
         No random state belongs to it: weights are drawn before the first step and batches from their step's
         own generator.
         """
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any], progress: Progress) -> None:
         """Goes on from there; the batches and the learning rate follow from the step."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self._scaler.load_state_dict(state["scaler"])
         self.progress = progress
 
     def _set_learning_rate(self, value: float) -> None:
