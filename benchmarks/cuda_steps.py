@@ -5,6 +5,10 @@
 Bytes per parameter: the time divided by the number of parameters, times the rate of a device copy in the same
 run. A step must move 28 (26 for 16-bit gradients, 36 with AMSGrad), and 4 (2) more where it clips. torch,
 which takes no 16-bit gradient of a float32 parameter, copies it to float32 first.
+
+A bfloat16 model has float32 master weights: a step must move 26, or 30 where they are not kept as remainders
+of 16 bits, and 2 more where it clips. torch has no master weights: float32 copies of the parameters are what
+its optimizer updates; gradients are copied to them, and the new weights back.
 """
 
 from __future__ import annotations
@@ -12,22 +16,27 @@ from __future__ import annotations
 import argparse
 import gc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 import fused_adamw
 from fused_adamw import _C
+from fused_adamw.cli.masters import MasterCopies
 from fused_adamw.cli.models import gpt2, llama, small
 from fused_adamw.cli.timing import seconds_of
 from measure import medians, write_json
 
 Step = Callable[[], object]
+Params = list[torch.nn.Parameter]
+DEVICE = "cuda"
 MAX_NORM = 1e9  # above the norms here, so that torch works on the same gradients in each call
 
 
@@ -36,12 +45,14 @@ class Case(NamedTuple):
 
     clip: bool = False
     amsgrad: bool = False
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of the gradients
+    params: torch.dtype = torch.float32
 
     def __str__(self) -> str:
+        narrow = "model" if self.params == torch.bfloat16 else "gradients"
         words = [
             "AMSGrad" if self.amsgrad else "",
-            "bfloat16 gradients" if self.dtype == torch.bfloat16 else "",
+            f"bfloat16 {narrow}" if self.dtype == torch.bfloat16 else "",
             "clipped" if self.clip else "",
         ]
         return ", ".join(["", *filter(None, words)])
@@ -54,28 +65,41 @@ CASES = (
     Case(dtype=torch.bfloat16, clip=True),
     Case(amsgrad=True),
     Case(amsgrad=True, clip=True),
+    Case(dtype=torch.bfloat16, params=torch.bfloat16),
+    Case(dtype=torch.bfloat16, params=torch.bfloat16, clip=True),
 )
 
 WORKLOADS = {shapes.title: shapes.sizes for shapes in (gpt2(), llama(), small())}
 
 
-def parameters(sizes: Sequence[int], dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    generator = torch.Generator("cuda").manual_seed(0)
+class Contender(NamedTuple):
+    """A step; its parameters, and their float32 weights: themselves, or their master weights."""
+
+    step: Step
+    params: Params
+    weights: Callable[[], Iterable[Tensor]]
+
+
+def parameters(sizes: Sequence[int], case: Case) -> Params:
+    generator = torch.Generator(DEVICE).manual_seed(0)
     params = []
     for size in sizes:
-        param = torch.nn.Parameter(torch.randn(size, device="cuda", generator=generator))
+        param = torch.nn.Parameter(torch.randn(size, device=DEVICE, generator=generator).to(case.params))
         param.grad_dtype = None
-        param.grad = torch.randn(size, device="cuda", generator=generator).to(dtype)
+        param.grad = torch.randn(size, device=DEVICE, generator=generator).to(case.dtype)
         params.append(param)
     return params
 
 
-def ours(params: list[torch.nn.Parameter], case: Case) -> Step:
+def ours(params: Params, case: Case, **masters: bool) -> Contender:
     max_norm = MAX_NORM if case.clip else None
-    return fused_adamw.AdamW(params, max_grad_norm=max_norm, amsgrad=case.amsgrad, capturable=True).step
+    optimizer = fused_adamw.AdamW(
+        params, max_grad_norm=max_norm, amsgrad=case.amsgrad, capturable=True, **masters
+    )
+    return Contender(optimizer.step, params, lambda: map(optimizer.master_param, params))
 
 
-def theirs(params: list[torch.nn.Parameter], case: Case) -> Step:
+def theirs(params: Params, case: Case) -> Contender:
     optimizer = torch.optim.AdamW(params, fused=True, capturable=True, amsgrad=case.amsgrad)
     narrow = [param.grad for param in params]
     for param in params:
@@ -89,7 +113,42 @@ def theirs(params: list[torch.nn.Parameter], case: Case) -> Step:
             torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
         optimizer.step()
 
-    return step
+    return Contender(step, params, lambda: params)
+
+
+def theirs_on_copies(params: Params, case: Case) -> Contender:
+    copies = MasterCopies(params)
+    optimizer = torch.optim.AdamW(copies.masters, fused=True, capturable=True, amsgrad=case.amsgrad)
+
+    def step() -> None:
+        copies.take_gradients(param.grad for param in params)
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(copies.masters, MAX_NORM)
+        optimizer.step()
+        copies.give_weights()
+
+    return Contender(step, params, lambda: copies.masters)
+
+
+def contenders(sizes: Sequence[int], case: Case) -> dict[str, Contender]:
+    if case.params == torch.float32:
+        makers = {"fused_adamw": ours, "torch fused": theirs}
+    else:
+        makers = {
+            "fused_adamw": ours,
+            "fused_adamw, float32 masters": partial(ours, split_masters=False),
+            "fused_adamw, stochastic rounding": partial(ours, stochastic_rounding=True),
+            "torch fused": theirs_on_copies,
+        }
+    return {name: make(parameters(sizes, case), case) for name, make in makers.items()}
+
+
+def compare(found: Contender, expected: Contender) -> None:
+    for mine, other in zip(found.weights(), expected.weights(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+    for mine, other in zip(found.params, expected.params, strict=True):
+        # What has 8 bits may have been rounded to a neighbour of the other's.
+        torch.testing.assert_close(mine, other, rtol=2.0**-7 if mine.element_size() == 2 else 1e-4, atol=1e-4)
 
 
 def graphed(step: Step) -> Step:
@@ -103,7 +162,7 @@ def graphed(step: Step) -> Step:
 
 
 def seconds(call: Step) -> float:
-    return seconds_of(call, torch.device("cuda"))
+    return seconds_of(call, torch.device(DEVICE))
 
 
 def device_seconds(call: Step) -> float:
@@ -120,7 +179,7 @@ TURNS = {"rounds": 5, "calls": 4}
 
 
 def copy_rate() -> float:
-    source = torch.randn(1 << 29, device="cuda")
+    source = torch.randn(1 << 29, device=DEVICE)
     target = torch.empty_like(source)
     return (
         2 * source.nbytes / medians({"copy": lambda: target.copy_(source)}, device_seconds, **TURNS)["copy"]
@@ -142,22 +201,22 @@ def main() -> None:
             name = f"{work}{case}"
             if arguments.only and not re.fullmatch(arguments.only, name):
                 continue
-            figures[name] = {}
-            makers = {"fused_adamw": ours, "torch fused": theirs}
-            params = {contender: parameters(sizes, case.dtype) for contender in makers}
-            steps = {contender: make(params[contender], case) for contender, make in makers.items()}
-            eager = medians(steps, seconds, **TURNS)
-            graphs = {contender: graphed(step) for contender, step in steps.items()}
+            racers = contenders(sizes, case)
+            eager = medians({contender: racer.step for contender, racer in racers.items()}, seconds, **TURNS)
+            graphs = {contender: graphed(racer.step) for contender, racer in racers.items()}
             graph = medians(graphs, device_seconds, **TURNS)
-            for mine, other in zip(*params.values(), strict=True):
-                torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
-            for contender in makers:
-                figures[name][contender] = {
+            *others, reference = racers.values()
+            for racer in others:
+                compare(racer, reference)
+            figures[name] = {
+                contender: {
                     "parameters": sum(sizes),
                     "eager_seconds": eager[contender],
                     "graph_seconds": graph[contender],
                 }
-            del params, steps, graphs
+                for contender in racers
+            }
+            del racers, graphs, others, reference, racer
             gc.collect()
             torch.cuda.empty_cache()
     # The ceiling is the better of two: either alone may have been taken in a slow moment.

@@ -26,7 +26,6 @@ class MasterCopies:
         """Copies the gradients of the parameters, all of which have one."""
         torch._foreach_copy_(self._grads, [grad for grad in grads if grad is not None])
 
-    @torch.no_grad()
     def give_weights(self) -> None:
         """Rounds the weights to the parameters."""
         torch._foreach_copy_(self._params, [master.detach() for master in self.masters])
