@@ -1,14 +1,19 @@
-// The formula and the row algebra of fused_adamw in a program of their own: no torch, no Python.
+// The formula, the row algebra and the roundings of fused_adamw in a program of their own: no torch, no
+// Python.
 //
 // `fused-adamw verify --suite reference` compiles it with the user's compiler and compares its results with
-// those of the installed CPU kernels. It reads numbers from the standard input, writes results to the standard
-// output, and is as plain as can be: one loop, no threads, no vectors.
+// those of the installed CPU kernels. It reads numbers from the standard input, writes results to the
+// standard output, and is as plain as can be: one loop, no threads, no vectors.
 //
 //   update: 8 doubles (lr, beta1, beta2, weight_decay, eps, grad_scale, clip, maximize), 3 int64 (amsgrad, t,
 //           n), then n floats each of param, grad, exp_avg, exp_avg_sq and max_exp_avg_sq; writes the four
 //           results
 //   stats:  4 doubles (grad_scale, max_norm, epsilon, hierarchical), 1 int64 (n), n floats; writes the rows,
 //           the report, and the clip coefficient as a double
+//   round:  1 int64 (n), n floats, n uint32 (random bits); writes n uint16 each: bfloat16, nearest and by
+//           chance, float16 likewise, the bfloat16 and the remainder of a split weight; n floats: the two
+//           joined
+//   random: 4 int64 (seed, the first four elements' number, update, n); writes 4 * n uint32
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -17,6 +22,8 @@
 #include <vector>
 
 #include "gradient_stats.h"
+#include "low_precision.h"
+#include "philox.h"
 #include "update_scalars.h"
 
 namespace {
@@ -136,6 +143,49 @@ void stats() {
   write(std::vector<double>{fused_adamw::clip_coefficient(report, numbers[1], numbers[2])});
 }
 
+template <typename Param>
+void round_all(const std::vector<float>& values, const std::vector<std::uint32_t>& random) {
+  std::vector<std::uint16_t> nearest;
+  std::vector<std::uint16_t> by_chance;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    nearest.push_back(fused_adamw::round_to_nearest(values[i], Param{}).bits);
+    by_chance.push_back(fused_adamw::round_stochastically(values[i], random[i], Param{}).bits);
+  }
+  write(nearest);
+  write(by_chance);
+}
+
+void round_weights() {
+  const std::size_t n = static_cast<std::size_t>(read<std::int64_t>(1)[0]);
+  const std::vector<float> values = read<float>(n);
+  const std::vector<std::uint32_t> random = read<std::uint32_t>(n);
+  round_all<fused_adamw::BFloat16>(values, random);
+  round_all<fused_adamw::Half>(values, random);
+  std::vector<std::uint16_t> params;
+  std::vector<std::uint16_t> remainders;
+  std::vector<float> joined;
+  for (const float value : values) {
+    const fused_adamw::SplitWeight split = fused_adamw::split_weight(value);
+    params.push_back(split.param.bits);
+    remainders.push_back(split.remainder);
+    joined.push_back(fused_adamw::join_weight(split.param, split.remainder));
+  }
+  write(params);
+  write(remainders);
+  write(joined);
+}
+
+void random_words() {
+  const std::vector<std::int64_t> numbers = read<std::int64_t>(4);
+  std::vector<fused_adamw::RandomBits> bits;
+  for (std::int64_t i = 0; i < numbers[3]; ++i) {
+    bits.push_back(fused_adamw::random_bits(static_cast<std::uint64_t>(numbers[0]),
+                                            static_cast<std::uint64_t>(numbers[1] + i),
+                                            static_cast<std::uint64_t>(numbers[2])));
+  }
+  write(bits);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -143,8 +193,12 @@ int main(int count, char** arguments) {
     update();
   } else if (count == 2 && std::strcmp(arguments[1], "stats") == 0) {
     stats();
+  } else if (count == 2 && std::strcmp(arguments[1], "round") == 0) {
+    round_weights();
+  } else if (count == 2 && std::strcmp(arguments[1], "random") == 0) {
+    random_words();
   } else {
-    std::fprintf(stderr, "update or stats is required\n");
+    std::fprintf(stderr, "update, stats, round or random is required\n");
     return 1;
   }
   return std::fflush(stdout) == 0 ? 0 : 1;

@@ -19,9 +19,11 @@ from torch import Tensor
 
 import fused_adamw
 from fused_adamw import _C, cuda_kernels
+from fused_adamw.cli.suites import roundings
 from fused_adamw.cli.suites.check import BlockedError, Check, FailedError, Suite, require, same_bits
 from fused_adamw.cli.suites.training import wide_values
 from fused_adamw.options import DEFAULT_GUARD
+from fused_adamw.rounding import tensor_seed
 
 PROGRAM = Path(__file__).with_name("reference.cpp")
 
@@ -165,6 +167,85 @@ def clipped() -> str:
     return f"clipped to {', '.join(map(str, norms))}"
 
 
+def _rounded(values: Tensor, random: Any) -> tuple[dict[tuple[torch.dtype, bool], Tensor], list[Tensor]]:
+    """By dtype and whether by chance; and what split weights are: parameter, remainder, the two joined."""
+    size = values.numel()
+    output = call("round", [], [size], [values, torch.from_numpy(random.view(np.int32))])
+    halves = torch.from_numpy(np.frombuffer(output, np.int16, 6 * size).copy()).view(6, size)
+    forms = [(dtype, by_chance) for dtype in roundings.DTYPES for by_chance in (False, True)]
+    found = {form: half.view(form[0]) for form, half in zip(forms, halves, strict=False)}
+    return found, [halves[4].view(torch.bfloat16), halves[5], _floats(output[12 * size :])]
+
+
+def rounded_weights() -> str:
+    """Nearest numbers beside torch's, those by chance beside float64, split weights."""
+    values = roundings.weights()
+    finite = values.isfinite()
+    generator = np.random.default_rng(0)
+    for random in (
+        generator.integers(0, 2**32, values.numel(), np.uint32),
+        np.zeros(values.numel(), np.uint32),
+        np.full(values.numel(), 2**32 - 1, np.uint32),
+    ):
+        found, split = _rounded(values, random)
+        for dtype in roundings.DTYPES:
+            expected = roundings.nearest(values, dtype)
+            same_bits(found[dtype, False], expected, f"the nearest {dtype}")
+            expected[finite] = roundings.rounded_by_chance(values[finite], random[finite.numpy()], dtype)
+            same_bits(found[dtype, True], expected, f"{dtype} by chance")
+        same_bits(split[0], roundings.away_from_ties(values), "the parameter of a split weight")
+        same_bits(split[2], values, "a weight that was split and joined")
+    return f"{values.numel():,} weights, all bfloat16 numbers and ties among them"
+
+
+# "Random123: a Library of Counter-Based Random Number Generators", kat_vectors: counter, key, result.
+_PHILOX_4X32_10 = (
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+)
+
+
+def _random(seed: int, update: int, quads: int, first: int = 0) -> Any:
+    output = call("random", [], [_signed(seed), _signed(first), _signed(update), quads], [])
+    return np.frombuffer(output, np.uint32).copy()
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+def random_bits() -> str:
+    """Philox4x32-10 as its authors publish it."""
+    for counter, key, expected in _PHILOX_4X32_10:
+        quad, update, seed = (low + (high << 32) for low, high in (counter[:2], counter[2:], key))
+        found = tuple(_random(seed, update, 1, quad).tolist())
+        require(found == expected, f"{found} instead of {expected}")
+    return f"{len(_PHILOX_4X32_10)} published results"
+
+
+def updates_rounded_by_chance(dtype: torch.dtype) -> str:
+    """The parameter of the CPU kernels is the new master weight, rounded by the bits of the headers."""
+    counts, seeds = (0, 1, 2**33 + 1), (0, 1, 2**64 - 1)
+    for count in counts:
+        for seed in seeds:
+            master, grad, exp_avg = (wide_values(SIZE, i) for i in (1, 2, 3))
+            exp_avg_sq = wide_values(SIZE, 4, signed=False)
+            state = fused_adamw.AdamWState(count, exp_avg, exp_avg_sq, master=master)
+            options = fused_adamw.AdamWOptions(rounding_seed=seed)
+            new, new_state, _ = fused_adamw.adamw_step(roundings.nearest(master, dtype), grad, state, options)
+            if new_state is None or new_state.master is None:
+                raise FailedError("there is no master weight after an update")
+            random = _random(tensor_seed(seed, 0), count + 1, -(-SIZE // 4))[:SIZE]
+            found, _ = _rounded(new_state.master, random)
+            same_bits(new, found[dtype, True], f"the parameter after {count} updates")
+    return f"{len(counts) * len(seeds)} updates of {SIZE:,} elements"
+
+
 def checks(compilers: Sequence[str]) -> list[Check]:
     """The compiler is the user's C++ compiler here."""
     del compilers
@@ -181,13 +262,23 @@ def checks(compilers: Sequence[str]) -> list[Check]:
         Check("statistics", functools.partial(statistics, True), missing),
         Check("statistics, merged serially", functools.partial(statistics, False), missing),
         Check("clipped update", clipped, missing),
+        Check("rounded weights", rounded_weights, missing),
+        Check("random bits", random_bits, missing),
+        *(
+            Check(
+                f"update: {str(dtype).removeprefix('torch.')} parameters, rounded by chance",
+                functools.partial(updates_rounded_by_chance, dtype),
+                missing,
+            )
+            for dtype in roundings.DTYPES
+        ),
     ]
 
 
 SUITE = Suite(
     "reference",
     proves="The installed CPU kernels have the bits of the C++ headers in a plain loop, compiled on this "
-    "machine.",
+    "machine; roundings and random bits of the headers are those of torch, of float64 and of Philox.",
     leaves_open="Whether the formula in the headers is right (oracle and host say that), and CUDA.",
     checks=checks,
 )

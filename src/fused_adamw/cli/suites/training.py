@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,24 @@ GUARDS: dict[str, dict[str, Any]] = {
     "clipped below float32": {"max_grad_norm": 1e-42},
 }
 
+
+class Form(NamedTuple):
+    """The dtype of parameters, and the options that say how their master weights are kept."""
+
+    dtype: torch.dtype
+    options: dict[str, Any]
+
+
+# Parameters of 16 bits.
+MASTER_FORMS = {
+    "bfloat16, remainders": Form(torch.bfloat16, {}),
+    "bfloat16, float32 masters": Form(torch.bfloat16, {"split_masters": False}),
+    "bfloat16, rounded by chance": Form(torch.bfloat16, {"stochastic_rounding": True}),
+    "float16": Form(torch.float16, {}),
+    "float16, rounded by chance": Form(torch.float16, {"stochastic_rounding": True}),
+}
+FORMS = {"float32": Form(torch.float32, {}), **MASTER_FORMS}
+
 _SPECIAL = (
     *(0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan")),
     *(2.0**-149, -(2.0**-149), 2.0**-127, 2.0**-126, -(2.0**-126), 1e-30, -1e-20),
@@ -46,10 +64,12 @@ _SPECIAL = (
 )
 
 
-def make_params(shapes: Sequence[tuple[int, ...]] = SHAPES, seed: int = 0) -> list[nn.Parameter]:
+def make_params(
+    shapes: Sequence[tuple[int, ...]] = SHAPES, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> list[nn.Parameter]:
     """Normal values, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
 def make_gradients(
