@@ -139,7 +139,7 @@ def test_merging_in_three_stages(interpreter: Interpreter) -> None:
     table = _C.TensorTable("test", [[rows], [found_scratch], [found_report]], [False, True, True])
     _C.cuda_merge_all_rows(recorder, table, True)
     interpreter.finished_blocks[0] = 1024
-    interpreter.run(recorder, [1024])
+    interpreter.run(recorder, programs=[1024])
     assert_same_lists([[found_scratch, found_report]], [[scratch, report]])
 
 
@@ -150,7 +150,7 @@ def test_whichever_program_comes_last_merges(interpreter: Interpreter, order: li
     recorder = _C.CudaRecorder()
     table = _C.TensorTable("test", [[rows], [scratch], [report]], [False, True, True])
     _C.cuda_merge_all_rows(recorder, table, True)
-    interpreter.run(recorder, order)
+    interpreter.run(recorder, programs=order)
     assert_same_lists([[scratch, report]], [merge(rows)])
 
 

@@ -10,7 +10,7 @@ inputs.
 
 With ``.master`` (``.master_amsgrad``) the parameter is float16 or bfloat16, and the formula updates its
 master weight, as in ``step_``: the new parameter has the old one's dtype, and a new master weight is returned
-last. A master weight of None, before the first update, is taken as the parameter; the new one is float32 then.
+last. A master weight of None, before the first update, is taken as the parameter, and the new one is float32.
 """
 
 from __future__ import annotations
