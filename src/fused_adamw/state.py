@@ -67,7 +67,8 @@ def _make_master(state: dict[str, Any], param: Tensor, name: str) -> None:
         # Not before it is needed: a model's weights may be loaded after its optimizer's state.
         weight = state.pop(MASTER)
         with torch.no_grad():
-            param.copy_(map_local(nearest_param, param.detach(), weight))
+            # By way of data, which leaves the version: stale_master="error" is about others' writes.
+            param.data.copy_(map_local(nearest_param, param.detach(), weight))
             state[REMAINDER] = map_local(remainder_of, param.detach(), weight)
     else:
         state[REMAINDER] = _zeros(param, checks.REMAINDER_DTYPE)
