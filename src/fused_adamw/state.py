@@ -111,6 +111,8 @@ def normalise_state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> None
     for name in (*_MOMENTS, _MAXIMUM, MASTER):
         if isinstance(state.get(name), Tensor):
             state[name] = _like(state[name], param, torch.float32)
+    if param.dtype not in checks.ROUNDED_DTYPES:
+        state.pop(MASTER, None)  # of a 16-bit run: nothing would keep it up to date
     _complete_moments(state, param, amsgrad)
 
 
