@@ -630,6 +630,10 @@ def _choose_seed(group: dict[str, Any]) -> None:
 def _check_group(group: dict[str, Any]) -> None:
     for i, param in enumerate(group["params"]):
         checks.check_param_kind(_OP, f"params[{i}]", param)
+    if not isinstance(group["rounding_seed"], int | None):
+        raise TypeError(
+            f"{_OP}: rounding_seed is {group['rounding_seed']!r}; a whole number, or None, is required"
+        )
     beta1, beta2 = group["betas"]
     for name, value in (("lr", group["lr"]), ("beta1", beta1), ("beta2", beta2)):
         if isinstance(value, Tensor):
