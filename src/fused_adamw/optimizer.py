@@ -170,8 +170,7 @@ class AdamW(torch.optim.Optimizer):
         """Adds a group as ``torch.optim`` does, after checking its options and parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group["stochastic_rounding"] and group["rounding_seed"] is None:
-            group["rounding_seed"] = torch.initial_seed()
+        _choose_seed(group)
         try:
             _check_group(group)
         except (TypeError, ValueError):
@@ -187,6 +186,7 @@ class AdamW(torch.optim.Optimizer):
                 group.setdefault(name, value)
             # How another implementation was told to compute does not concern this one.
             group.update(_TORCH_SWITCHES)
+            _choose_seed(group)
             for param in group["params"]:
                 if self.state.get(param):
                     normalise_state(self.state[param], param, group["amsgrad"])
@@ -513,6 +513,7 @@ class AdamW(torch.optim.Optimizer):
         The name and the form are those of ``torch.optim``: Dynamo runs a method of this name instead of
         tracing it, and takes what it put into the lists as inputs at static addresses.
         """
+        _choose_seed(group)  # where the switch was turned on between steps
         self._collect(group, places, *lists)
 
     def _collect(
@@ -620,9 +621,19 @@ def _parameter_names(groups: list[dict[str, Any]]) -> dict[int, str]:
     return names
 
 
+def _choose_seed(group: dict[str, Any]) -> None:
+    """Gives a group whose parameters are rounded by chance a seed, unless it has one."""
+    if group["stochastic_rounding"] and group["rounding_seed"] is None:
+        group["rounding_seed"] = torch.initial_seed()
+
+
 def _check_group(group: dict[str, Any]) -> None:
     for i, param in enumerate(group["params"]):
         checks.check_param_kind(_OP, f"params[{i}]", param)
+    if not isinstance(group["rounding_seed"], int | None):
+        raise TypeError(
+            f"{_OP}: rounding_seed is {group['rounding_seed']!r}; a whole number, or None, is required"
+        )
     beta1, beta2 = group["betas"]
     for name, value in (("lr", group["lr"]), ("beta1", beta1), ("beta2", beta2)):
         if isinstance(value, Tensor):

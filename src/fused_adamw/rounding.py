@@ -22,7 +22,8 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     """The float32 master weight that ``split_master`` took apart."""
     upper = param.view(torch.int16).to(torch.int32) << 16
-    return (upper + remainder.to(torch.int32)).view(torch.float32)
+    below_zero = (upper << 1 == 0) & (remainder < 0)  # of a zero that someone else wrote
+    return (upper + torch.where(below_zero, 0, remainder.to(torch.int32))).view(torch.float32)
 
 
 def nearest_param(param: Tensor, master: Tensor) -> Tensor:

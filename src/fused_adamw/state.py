@@ -67,7 +67,8 @@ def _make_master(state: dict[str, Any], param: Tensor, name: str) -> None:
         # Not before it is needed: a model's weights may be loaded after its optimizer's state.
         weight = state.pop(MASTER)
         with torch.no_grad():
-            param.copy_(map_local(nearest_param, param.detach(), weight))
+            # By way of data, which leaves the version: stale_master="error" is about others' writes.
+            param.data.copy_(map_local(nearest_param, param.detach(), weight))
             state[REMAINDER] = map_local(remainder_of, param.detach(), weight)
     else:
         state[REMAINDER] = _zeros(param, checks.REMAINDER_DTYPE)
@@ -110,6 +111,8 @@ def normalise_state(state: dict[str, Any], param: Tensor, amsgrad: bool) -> None
     for name in (*_MOMENTS, _MAXIMUM, MASTER):
         if isinstance(state.get(name), Tensor):
             state[name] = _like(state[name], param, torch.float32)
+    if param.dtype not in checks.ROUNDED_DTYPES:
+        state.pop(MASTER, None)  # of a 16-bit run: nothing would keep it up to date
     _complete_moments(state, param, amsgrad)
 
 

@@ -103,6 +103,7 @@ def split_weight(master):
 def join_weight(param, remainder):
     """The master weight from the bits of a bfloat16 and those of the remainder."""
     difference = remainder.to(tl.int16, bitcast=True).to(tl.int32)
+    difference = tl.where(((param & 0x7FFF) == 0) & (difference < 0), 0, difference)
     bits = (param.to(tl.uint32) << 16).to(tl.int32, bitcast=True) + difference
     return bits.to(tl.float32, bitcast=True)
 
