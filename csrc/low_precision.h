@@ -125,13 +125,14 @@ FUSED_ADAMW_FUNCTION SplitWeight split_weight(float master) {
   return {{static_cast<unsigned short>((bits + 0x8000u) >> 16)}, static_cast<unsigned short>(bits)};
 }
 
-// A zero has no remainder below it: bits below it would be a NaN's. There is one where someone else wrote the
-// zero (a mask that prunes, say), and it is dropped then.
+// Where someone else wrote to the parameter, the old remainder is less than half a unit in its last place.
+// Below a zero (of a mask that prunes, say) or beyond an infinity there is no number: the parameter counts
+// then.
 FUSED_ADAMW_FUNCTION float join_weight(BFloat16 param, unsigned short remainder) {
   const int difference = static_cast<short>(remainder);
-  const bool below_zero = (param.bits & 0x7FFFu) == 0 && difference < 0;
-  const unsigned added = below_zero ? 0u : static_cast<unsigned>(difference);
-  return float_of((static_cast<unsigned>(param.bits) << 16) + added);
+  const float master =
+      float_of((static_cast<unsigned>(param.bits) << 16) + static_cast<unsigned>(difference));
+  return master == master ? master : to_float32(param);
 }
 
 }  // namespace fused_adamw

@@ -93,7 +93,9 @@ def assert_masters_are(optimizer: fused_adamw.AdamW, twin: torch.optim.Optimizer
     assert_all_same_bits(moments_of(optimizer), moments_of(twin))
     for group in optimizer.param_groups:
         for param in group["params"]:
-            assert_rounding(param, optimizer.master_param(param), by_chance=group["stochastic_rounding"])
+            assert_rounding(
+                param, optimizer.master_param(param), by_chance=group.get("rounding_seed") is not None
+            )
 
 
 def assert_rounding(param: Tensor, master: Tensor, *, by_chance: bool) -> None:

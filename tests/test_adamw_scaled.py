@@ -364,8 +364,8 @@ grads shape: ValueError: fused_adamw::adamw_scaled: grads[1] has shape (5,); (6,
     required
 grads dtype: TypeError: fused_adamw::adamw_scaled: grads[1] has dtype torch.float64; torch.float32,
     torch.float16 or torch.bfloat16 is required
-params dtype: TypeError: fused_adamw::adamw_scaled: params[0] has dtype torch.float16; torch.float32 is
-    required
+params dtype: TypeError: fused_adamw::adamw_scaled: params[0] has dtype torch.float16 and no master
+    weight; torch.float32, or a master weight, is required
 state_steps dtype: TypeError: fused_adamw::adamw_scaled: state_steps[0] has dtype torch.int64;
     torch.float32 is required
 state_steps fraction: ValueError: fused_adamw::adamw_scaled: state_steps[0] is 1.5; a whole number of at
@@ -415,7 +415,9 @@ fused_adamw::adamw_scaled(Tensor(a!)[] params,
     Tensor? grad_scale=None,
     Tensor? found_inf=None,
     float? max_norm=None,
-    float norm_epsilon=9.9999999999999995e-07) -> ()
+    float norm_epsilon=9.9999999999999995e-07,
+    Tensor(f!)[]? masters=None,
+    int[]? rounding_seeds=None) -> ()
 fused_adamw::adamw_scaled.tensor(Tensor(a!)[] params,
     Tensor[] grads,
     Tensor(b!)[] exp_avgs,
@@ -433,7 +435,9 @@ fused_adamw::adamw_scaled.tensor(Tensor(a!)[] params,
     Tensor? grad_scale=None,
     Tensor? found_inf=None,
     float? max_norm=None,
-    float norm_epsilon=9.9999999999999995e-07) -> ()""",
+    float norm_epsilon=9.9999999999999995e-07,
+    Tensor(f!)[]? masters=None,
+    int[]? rounding_seeds=None) -> ()""",
     )
 
 

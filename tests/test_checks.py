@@ -155,9 +155,9 @@ def test_float64(device: torch.device) -> None:
     assert_expected_inline(
         refusals(device, Tensor.double),
         """\
-param, exp_avg, exp_avg_sq, max_exp_avg_sq: TypeError: <op>: <name> has dtype torch.float64;
-    torch.float32 is required
-grad: TypeError: <op>: <name> has dtype torch.float64; torch.float32, torch.float16 or torch.bfloat16 is
+param, grad: TypeError: <op>: <name> has dtype torch.float64; torch.float32, torch.float16 or
+    torch.bfloat16 is required
+exp_avg, exp_avg_sq, max_exp_avg_sq: TypeError: <op>: <name> has dtype torch.float64; torch.float32 is
     required
 state_step: TypeError: fused_adamw::step_: <name> has dtype torch.float64; torch.float32 is required""",
     )
@@ -167,10 +167,10 @@ def test_complex(device: torch.device) -> None:
     assert_expected_inline(
         refusals(device, lambda t: t.to(torch.complex64)),
         """\
-param, exp_avg, exp_avg_sq, max_exp_avg_sq: TypeError: <op>: <name> has dtype torch.complex64;
-    torch.float32 is required
-grad: TypeError: <op>: <name> has dtype torch.complex64; torch.float32, torch.float16 or torch.bfloat16
-    is required
+param, grad: TypeError: <op>: <name> has dtype torch.complex64; torch.float32, torch.float16 or
+    torch.bfloat16 is required
+exp_avg, exp_avg_sq, max_exp_avg_sq: TypeError: <op>: <name> has dtype torch.complex64; torch.float32 is
+    required
 state_step: TypeError: fused_adamw::step_: <name> has dtype torch.complex64; torch.float32 is required""",
     )
 
@@ -180,15 +180,19 @@ def test_16_bit_parameters_and_states(device: torch.device) -> None:
     assert_expected_inline(
         refusals(device, Tensor.bfloat16, fields),
         """\
-param, exp_avg, exp_avg_sq, max_exp_avg_sq: TypeError: <op>: <name> has dtype torch.bfloat16;
-    torch.float32 is required
+param: TypeError: <op>: <name> has dtype torch.bfloat16 and no master weight; torch.float32, or a master
+    weight, is required
+exp_avg, exp_avg_sq, max_exp_avg_sq: TypeError: <op>: <name> has dtype torch.bfloat16; torch.float32 is
+    required
 state_step: TypeError: fused_adamw::step_: <name> has dtype torch.bfloat16; torch.float32 is required""",
     )
     assert_expected_inline(
         refusals(device, Tensor.half, fields),
         """\
-param, exp_avg, exp_avg_sq, max_exp_avg_sq: TypeError: <op>: <name> has dtype torch.float16;
-    torch.float32 is required
+param: TypeError: <op>: <name> has dtype torch.float16 and no master weight; torch.float32, or a master
+    weight, is required
+exp_avg, exp_avg_sq, max_exp_avg_sq: TypeError: <op>: <name> has dtype torch.float16; torch.float32 is
+    required
 state_step: TypeError: fused_adamw::step_: <name> has dtype torch.float16; torch.float32 is required""",
     )
 
@@ -197,9 +201,9 @@ def test_integers(device: torch.device) -> None:
     assert_expected_inline(
         refusals(device, Tensor.long),
         """\
-param, exp_avg, exp_avg_sq, max_exp_avg_sq: TypeError: <op>: <name> has dtype torch.int64; torch.float32
-    is required
-grad: TypeError: <op>: <name> has dtype torch.int64; torch.float32, torch.float16 or torch.bfloat16 is
+param, grad: TypeError: <op>: <name> has dtype torch.int64; torch.float32, torch.float16 or
+    torch.bfloat16 is required
+exp_avg, exp_avg_sq, max_exp_avg_sq: TypeError: <op>: <name> has dtype torch.int64; torch.float32 is
     required
 state_step: TypeError: fused_adamw::step_: <name> has dtype torch.int64; torch.float32 is required""",
     )

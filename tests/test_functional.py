@@ -301,11 +301,11 @@ def test_parts_that_are_missing_or_unknown_are_named() -> None:
         "\n".join(refusal(lambda parts=parts: AdamWState.from_parts(parts)) for parts in wrong),
         """\
 ValueError: AdamWState: parts ['exp_avg_sq'] missing, [] unknown; step, exp_avg and exp_avg_sq are
-required, max_exp_avg_sq is allowed
+required, max_exp_avg_sq and master are allowed
 ValueError: AdamWState: parts [] missing, ['moment'] unknown; step, exp_avg and exp_avg_sq are
-required, max_exp_avg_sq is allowed
-ValueError: AdamWState: parts ['exp_avg', 'exp_avg_sq', 'step'] missing, ['master', 'moment']
-unknown; step, exp_avg and exp_avg_sq are required, max_exp_avg_sq is allowed""",
+required, max_exp_avg_sq and master are allowed
+ValueError: AdamWState: parts ['exp_avg', 'exp_avg_sq', 'step'] missing, ['moment'] unknown; step,
+exp_avg and exp_avg_sq are required, max_exp_avg_sq and master are allowed""",
     )
 
 

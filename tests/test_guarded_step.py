@@ -878,7 +878,8 @@ def test_all_entries_are_validated_first() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-param float64: TypeError: fused_adamw::step: param has dtype torch.float64; torch.float32 is required
+param float64: TypeError: fused_adamw::step: param has dtype torch.float64; torch.float32, torch.float16
+    or torch.bfloat16 is required
 grad shape: ValueError: fused_adamw::step: grad has shape (4,); (3,), the parameter's, is required
 grad strides: ValueError: fused_adamw::step: grad has strides (1, 2); (3, 1), the parameter's, are
     required

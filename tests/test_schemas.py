@@ -37,13 +37,21 @@ OVERLOADS = (
     step_op.tensor,
     step_op.amsgrad,
     step_op.amsgrad_tensor,
+    step_op.master,
+    step_op.master_tensor,
+    step_op.master_amsgrad,
+    step_op.master_amsgrad_tensor,
     step_inplace_op.default,
     step_inplace_op.tensor,
 )
 
 
 def test_schemas() -> None:
-    assert set(step_op.overloads()) == {"default", "tensor", "amsgrad", "amsgrad_tensor"}
+    assert set(step_op.overloads()) == {
+        f"{name}{suffix}" if name else suffix.removeprefix("_") or "default"
+        for name in ("", "amsgrad", "master", "master_amsgrad")
+        for suffix in ("", "_tensor")
+    }
     assert set(step_inplace_op.overloads()) == {"default", "tensor"}
     # One argument a line.
     schemas = [str(overload._schema).replace(", ", ",\n    ") for overload in OVERLOADS]
@@ -118,6 +126,86 @@ fused_adamw::step.amsgrad_tensor(Tensor param,
     Tensor new_exp_avg,
     Tensor new_exp_avg_sq,
     Tensor new_max_exp_avg_sq)
+fused_adamw::step.master(Tensor param,
+    Tensor grad,
+    Tensor? exp_avg,
+    Tensor? exp_avg_sq,
+    Tensor? master,
+    SymInt step,
+    float lr=0.001,
+    *,
+    float beta1=0.90000000000000002,
+    float beta2=0.999,
+    float weight_decay=0.01,
+    float eps=1e-08,
+    bool maximize=False,
+    Tensor? grad_scale=None,
+    Tensor? found_inf=None,
+    int? rounding_seed=None) -> (Tensor new_param,
+    Tensor new_exp_avg,
+    Tensor new_exp_avg_sq,
+    Tensor new_master)
+fused_adamw::step.master_tensor(Tensor param,
+    Tensor grad,
+    Tensor? exp_avg,
+    Tensor? exp_avg_sq,
+    Tensor? master,
+    Tensor step,
+    Tensor lr,
+    *,
+    Tensor beta1,
+    Tensor beta2,
+    float weight_decay=0.01,
+    float eps=1e-08,
+    bool maximize=False,
+    Tensor? grad_scale=None,
+    Tensor? found_inf=None,
+    int? rounding_seed=None) -> (Tensor new_param,
+    Tensor new_exp_avg,
+    Tensor new_exp_avg_sq,
+    Tensor new_master)
+fused_adamw::step.master_amsgrad(Tensor param,
+    Tensor grad,
+    Tensor? exp_avg,
+    Tensor? exp_avg_sq,
+    Tensor? max_exp_avg_sq,
+    Tensor? master,
+    SymInt step,
+    float lr=0.001,
+    *,
+    float beta1=0.90000000000000002,
+    float beta2=0.999,
+    float weight_decay=0.01,
+    float eps=1e-08,
+    bool maximize=False,
+    Tensor? grad_scale=None,
+    Tensor? found_inf=None,
+    int? rounding_seed=None) -> (Tensor new_param,
+    Tensor new_exp_avg,
+    Tensor new_exp_avg_sq,
+    Tensor new_max_exp_avg_sq,
+    Tensor new_master)
+fused_adamw::step.master_amsgrad_tensor(Tensor param,
+    Tensor grad,
+    Tensor? exp_avg,
+    Tensor? exp_avg_sq,
+    Tensor? max_exp_avg_sq,
+    Tensor? master,
+    Tensor step,
+    Tensor lr,
+    *,
+    Tensor beta1,
+    Tensor beta2,
+    float weight_decay=0.01,
+    float eps=1e-08,
+    bool maximize=False,
+    Tensor? grad_scale=None,
+    Tensor? found_inf=None,
+    int? rounding_seed=None) -> (Tensor new_param,
+    Tensor new_exp_avg,
+    Tensor new_exp_avg_sq,
+    Tensor new_max_exp_avg_sq,
+    Tensor new_master)
 fused_adamw::step_(Tensor(a!)[] params,
     Tensor[] grads,
     Tensor(b!)[] exp_avgs,
@@ -132,7 +220,9 @@ fused_adamw::step_(Tensor(a!)[] params,
     float eps=1e-08,
     bool maximize=False,
     Tensor? grad_scale=None,
-    Tensor? found_inf=None) -> ()
+    Tensor? found_inf=None,
+    Tensor(f!)[]? masters=None,
+    int[]? rounding_seeds=None) -> ()
 fused_adamw::step_.tensor(Tensor(a!)[] params,
     Tensor[] grads,
     Tensor(b!)[] exp_avgs,
@@ -147,7 +237,9 @@ fused_adamw::step_.tensor(Tensor(a!)[] params,
     float eps=1e-08,
     bool maximize=False,
     Tensor? grad_scale=None,
-    Tensor? found_inf=None) -> ()""",
+    Tensor? found_inf=None,
+    Tensor(f!)[]? masters=None,
+    int[]? rounding_seeds=None) -> ()""",
     )
 
 
@@ -164,7 +256,7 @@ def test_what_is_mutated() -> None:
             for argument in overload._schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         }
-        in_place = {"params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"}
+        in_place = {"params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps", "masters"}
         assert written == (in_place if overload.name().startswith("fused_adamw::step_") else set())
         assert overload._schema.is_mutable == bool(written)
         assert all(result.alias_info is None for result in overload._schema.returns)
@@ -358,6 +450,10 @@ def test_names() -> None:
         "fused_adamw::step.tensor",
         "fused_adamw::step.amsgrad",
         "fused_adamw::step.amsgrad_tensor",
+        "fused_adamw::step.master",
+        "fused_adamw::step.master_tensor",
+        "fused_adamw::step.master_amsgrad",
+        "fused_adamw::step.master_amsgrad_tensor",
         "fused_adamw::step_",
         "fused_adamw::step_.tensor",
     ]

@@ -328,7 +328,7 @@ def test_turning_rounding_by_chance_on_and_off_is_no_foreign_write() -> None:
     optimizer, twin = trained("bf16 split", stale_master="error")
     gradients = gradients_for(params_of(optimizer), 6, torch.bfloat16, seed=3)
     for step, grads in enumerate(gradients):
-        optimizer.param_groups[0]["stochastic_rounding"] = step % 2 == 0
+        optimizer.param_groups[0]["rounding_seed"] = 1 if step % 2 == 0 else None
         train_both(optimizer, twin, [grads])
         assert_masters_are(optimizer, twin)
 

@@ -30,6 +30,7 @@ from cases import (
 )
 from fused_adamw import _C
 from fused_adamw._C import CUDA_LAYOUT
+from fused_adamw.rounding import split_master
 from fused_adamw.torch_library import checks, step, step_inplace
 from fused_adamw.torch_library.step_inplace import StepGroup
 from fused_adamw.torch_library.step_options import AmpTensors, StepOptions
@@ -43,6 +44,15 @@ ops = torch.ops.fused_adamw
 BLOCK = CUDA_LAYOUT["kElementsPerBlock"]
 SIZES = (1, 31, 32, 33, 127, 255, 256, 257, 1023, 1024, 1025, BLOCK - 1, BLOCK, BLOCK + 1, 4097, 16385)
 NO_AMP = AmpTensors(None, None)
+
+# The dtype of a parameter, whether its master weight is split, and whether it is rounded by chance.
+MASTER_FORMS = {
+    "bf16 split": (torch.bfloat16, True, False),
+    "bf16 whole": (torch.bfloat16, False, False),
+    "bf16 by chance": (torch.bfloat16, False, True),
+    "fp16": (torch.float16, False, False),
+    "fp16 by chance": (torch.float16, False, True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +156,7 @@ def test_odd_alignments(interpreter: Interpreter, dtype: torch.dtype) -> None:
 
 
 def test_many_tensors_take_several_launches(interpreter: Interpreter) -> None:
-    capacity = _C.CUDA_LAYOUT["InPlaceParameters.capacity"]
+    capacity = _C.CUDA_LAYOUT["StepParameters<InPlaceTensor>.capacity"]
     samples = [normal_sample(1 + i % 3, seed=i, step=i) for i in range(capacity + 2)]
     launches = len(interpreter.launches)
     compare(interpreter, lists_of(samples))
@@ -298,3 +308,53 @@ def test_out_of_place_with_a_clip_from_the_host(interpreter: Interpreter, clip: 
     with interpreter.ops():
         found = step.update_all(inputs, clip)
     assert_same_lists(found, step.update_all(inputs, clip))
+
+
+# 16-bit parameters.
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("form", MASTER_FORMS)
+def test_16_bit_parameters(interpreter: Interpreter, form: str, amsgrad: bool) -> None:
+    """In place, every size and dtype of gradients; a third of the parameters were written to by others."""
+    dtype, split, seeds = MASTER_FORMS[form]
+    samples = [
+        wide_sample(size, GRAD_DTYPES[i % 3], amsgrad=amsgrad, seed=size) for i, size in enumerate(SIZES)
+    ]
+    lists = lists_of(samples)
+    masters = lists[0]
+    lists[0] = [master.to(dtype) for master in masters]
+    if split:
+        lists[0], masters = ([pair[k] for pair in map(split_master, masters)] for k in (0, 1))
+    for param in lists[0]:
+        param[::3] *= 2.0
+    options: dict[str, Any] = {"rounding_seeds": [7 - i for i in range(len(SIZES))]} if seeds else {}
+    for found_inf in (0.0, 1.0):
+        options["found_inf"] = torch.tensor(found_inf)
+        found, expected = clones([*lists, masters]), clones([*lists, masters])
+        with interpreter.ops():
+            call_step_(found[:-1], masters=found[-1], **options)
+        call_step_(expected[:-1], masters=expected[-1], **options)
+        assert_same_lists(found, expected)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("form", MASTER_FORMS)
+def test_16_bit_parameters_out_of_place(
+    interpreter: Interpreter, form: str, amsgrad: bool, first: bool, skip: bool
+) -> None:
+    dtype, split, seed = MASTER_FORMS[form]
+    sample = wide_sample(BLOCK + 3, torch.float16, amsgrad=amsgrad)
+    param, master = split_master(sample.param) if split else (sample.param.to(dtype), sample.param)
+    state = [None] * (3 + amsgrad) if first else [*sample.moments, master]
+    overload = ops.step.master_amsgrad if amsgrad else ops.step.master
+    step = 0 if first else 2**40
+    options = {"rounding_seed": 5} if seed and not (first and split) else {}
+    if skip:
+        options["found_inf"] = torch.tensor(1.0)
+    with interpreter.ops():
+        found = overload(param, sample.grad, *state, step, **options)
+    for mine, other in zip(found, overload(param, sample.grad, *state, step, **options), strict=True):
+        assert_same_bits(mine, other)

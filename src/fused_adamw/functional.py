@@ -235,8 +235,8 @@ def _step_input(
     rounding_seed = None
     if param.dtype in checks.ROUNDED_DTYPES:
         moments["master"] = None if state is None else _master(param, state)
-        if options.rounding_seed is not None:
-            rounding_seed = tensor_seed(options.rounding_seed, index)
+        if control.rounding_seed is not None:
+            rounding_seed = tensor_seed(control.rounding_seed, index)
     beta1, beta2 = options.betas
     return step_op.StepInput(
         param,

@@ -83,10 +83,10 @@ class AdamW(torch.optim.Optimizer):
             gradients, as a scaler's ``unscale_`` and ``clip_grad_norm_`` do.
         hierarchical_stats: Merge the rows of gradient statistics 1024 at a time, or one after another.
         stochastic_rounding: Round master weights to 16-bit parameters by chance, up or down, so that a
-            parameter is its master weight on average. A group's ``rounding_seed`` is ``torch.initial_seed()``
-            then; it is in the ``state_dict``, and replicas need the same one. Random bits are a function of
-            it, of the parameter's place in the optimizer, of the element and of the number of the update.
-            False: round to the nearest number.
+            parameter is its master weight on average. Groups then have a ``rounding_seed``, which is
+            ``torch.initial_seed()`` unless a group brings its own; it is in the ``state_dict``, and replicas
+            need the same one. Random bits are a function of it, of the parameter's place in the optimizer,
+            of the element and of the number of the update. False: round to the nearest number.
         split_masters: Keep the master weight of a bfloat16 parameter, where it is not rounded by chance, as
             the 16 bits by which it differs from the parameter: exact, and 2 bytes less to keep and 4 to move.
             The parameter is then, of two nearest numbers, the one of greater magnitude. False: in float32,
@@ -153,10 +153,10 @@ class AdamW(torch.optim.Optimizer):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "capturable": capturable,
-            "stochastic_rounding": stochastic_rounding,
-            "rounding_seed": None,
             **_TORCH_SWITCHES,
         }
+        if stochastic_rounding:
+            defaults["rounding_seed"] = torch.initial_seed()
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
@@ -170,7 +170,6 @@ class AdamW(torch.optim.Optimizer):
         """Adds a group as ``torch.optim`` does, after checking its options and parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _choose_seed(group)
         try:
             _check_group(group)
         except (TypeError, ValueError):
@@ -186,7 +185,6 @@ class AdamW(torch.optim.Optimizer):
                 group.setdefault(name, value)
             # How another implementation was told to compute does not concern this one.
             group.update(_TORCH_SWITCHES)
-            _choose_seed(group)
             for param in group["params"]:
                 if self.state.get(param):
                     normalise_state(self.state[param], param, group["amsgrad"])
@@ -212,7 +210,7 @@ class AdamW(torch.optim.Optimizer):
 
     def splits_masters(self, group: dict[str, Any]) -> bool:
         """Whether master weights of a group's bfloat16 parameters are kept as their remainders."""
-        return self.split_masters and not group["stochastic_rounding"]
+        return self.split_masters and group.get("rounding_seed") is None
 
     @torch.no_grad()
     def master_param(self, param: Tensor) -> Tensor:
@@ -479,7 +477,7 @@ class AdamW(torch.optim.Optimizer):
             for lists, places in parts:
                 options = _step_options(group).on(lists.params[0].device)
                 seeds: list[int] = []
-                if group["stochastic_rounding"] and lists.masters:
+                if group.get("rounding_seed") is not None and lists.masters:
                     seed_of = tensor_seed if torch.compiler.is_compiling() else _remembered_tensor_seed
                     seeds = [seed_of(group["rounding_seed"], first + place) for place in places]
                 groups.append(StepGroup(lists, options, seeds))
@@ -513,7 +511,6 @@ class AdamW(torch.optim.Optimizer):
         The name and the form are those of ``torch.optim``: Dynamo runs a method of this name instead of
         tracing it, and takes what it put into the lists as inputs at static addresses.
         """
-        _choose_seed(group)  # where the switch was turned on between steps
         self._collect(group, places, *lists)
 
     def _collect(
@@ -621,19 +618,12 @@ def _parameter_names(groups: list[dict[str, Any]]) -> dict[int, str]:
     return names
 
 
-def _choose_seed(group: dict[str, Any]) -> None:
-    """Gives a group whose parameters are rounded by chance a seed, unless it has one."""
-    if group["stochastic_rounding"] and group["rounding_seed"] is None:
-        group["rounding_seed"] = torch.initial_seed()
-
-
 def _check_group(group: dict[str, Any]) -> None:
     for i, param in enumerate(group["params"]):
         checks.check_param_kind(_OP, f"params[{i}]", param)
-    if not isinstance(group["rounding_seed"], int | None):
-        raise TypeError(
-            f"{_OP}: rounding_seed is {group['rounding_seed']!r}; a whole number, or None, is required"
-        )
+    seed = group.get("rounding_seed")
+    if not isinstance(seed, int | None):
+        raise TypeError(f"{_OP}: rounding_seed is {seed!r}; a whole number, or None, is required")
     beta1, beta2 = group["betas"]
     for name, value in (("lr", group["lr"]), ("beta1", beta1), ("beta2", beta2)):
         if isinstance(value, Tensor):

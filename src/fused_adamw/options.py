@@ -26,9 +26,6 @@ class AdamWOptions:
         weight_decay: Decoupled weight decay, at least 0.
         amsgrad: Divide by the running maximum of the second moment.
         maximize: Ascend instead of descend.
-        rounding_seed: Round master weights to 16-bit parameters stochastically, by random bits that are a
-            function of this number, the parameter's place among those of the call, the element and the
-            number of the update. None: to the nearest number.
 
     ``lr`` and the betas may be tensors of one element, so that a compiled program does not depend on their
     values. A float64 tensor gives the same bits as the float it was made from; a float32 tensor holds, and
@@ -41,7 +38,6 @@ class AdamWOptions:
     weight_decay: float = 1e-2
     amsgrad: bool = False
     maximize: bool = False
-    rounding_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,10 +48,14 @@ class StepControl:
         gradient_scale: The factor that the gradients were multiplied by; the update divides it out. Positive,
             with a reciprocal that float32 can hold. A number or a float32 tensor of one element.
         skip_update: Leave the parameter and its state as they are.
+        rounding_seed: Round master weights to 16-bit parameters stochastically, by random bits that are a
+            function of this number, the parameter's place among those of the call, the element and the
+            number of the update. None: to the nearest number.
     """
 
     gradient_scale: Scalar = 1.0
     skip_update: bool = False
+    rounding_seed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -133,4 +133,4 @@ class _GroupPlan:
 
 def _options(group: dict[str, Any]) -> tuple[bool, bool]:
     """What decides which states a parameter has."""
-    return group["amsgrad"], group["stochastic_rounding"]
+    return group["amsgrad"], group.get("rounding_seed") is not None

@@ -20,10 +20,10 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 master weight that ``split_master`` took apart."""
+    """The master weight that ``split_master`` took apart; the parameter, where they make no number."""
     upper = param.view(torch.int16).to(torch.int32) << 16
-    below_zero = (upper << 1 == 0) & (remainder < 0)  # of a zero that someone else wrote
-    return (upper + torch.where(below_zero, 0, remainder.to(torch.int32))).view(torch.float32)
+    master = (upper + remainder.to(torch.int32)).view(torch.float32)
+    return torch.where(master.isnan(), param.to(torch.float32), master)
 
 
 def nearest_param(param: Tensor, master: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def current_master(master, param, TYPE_CODE, STOCHASTIC: tl.constexpr):
     """The master weight, if the parameter is a rounding of it; else the parameter."""
     value = canonical_nan(master)
     if STOCHASTIC:
-        none = tl.zeros_like(bits_of(value))
+        none = bits_of(value) & 0
         agrees = round_stochastically(value, none, TYPE_CODE) == param
         agrees |= round_stochastically(value, none ^ 0xFFFFFFFF, TYPE_CODE) == param
     else:
@@ -101,11 +101,11 @@ def split_weight(master):
 
 @triton.jit
 def join_weight(param, remainder):
-    """The master weight from the bits of a bfloat16 and those of the remainder."""
+    """The master weight from the bits of a bfloat16 and those of the remainder; else the bfloat16."""
     difference = remainder.to(tl.int16, bitcast=True).to(tl.int32)
-    difference = tl.where(((param & 0x7FFF) == 0) & (difference < 0), 0, difference)
     bits = (param.to(tl.uint32) << 16).to(tl.int32, bitcast=True) + difference
-    return bits.to(tl.float32, bitcast=True)
+    master = bits.to(tl.float32, bitcast=True)
+    return tl.where(master == master, master, bfloat16_to_float32(param))
 
 
 @triton.jit
@@ -119,8 +119,8 @@ def random_bits(seed, first_quad, update_number, QUADS: tl.constexpr):
     key1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     c0 = (quad & 0xFFFFFFFF).to(tl.uint32)
     c1 = (quad >> 32).to(tl.uint32)
-    c2 = tl.zeros_like(c0) + (update_number & 0xFFFFFFFF).to(tl.uint32)
-    c3 = tl.zeros_like(c0) + ((update_number >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c2 = (c0 & 0) + (update_number & 0xFFFFFFFF).to(tl.uint32)
+    c3 = (c0 & 0) + ((update_number >> 32) & 0xFFFFFFFF).to(tl.uint32)
     for _ in tl.static_range(10):
         product0 = c0.to(tl.uint64) * 0xD2511F53
         product1 = c2.to(tl.uint64) * 0xCD9E8D57
@@ -130,4 +130,4 @@ def random_bits(seed, first_quad, update_number, QUADS: tl.constexpr):
         c3 = (product0 & 0xFFFFFFFF).to(tl.uint32)
         key0 += 0x9E3779B9
         key1 += 0xBB67AE85
-    return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (4 * QUADS,))

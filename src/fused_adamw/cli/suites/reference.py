@@ -236,8 +236,9 @@ def updates_rounded_by_chance(dtype: torch.dtype) -> str:
             master, grad, exp_avg = (wide_values(SIZE, i) for i in (1, 2, 3))
             exp_avg_sq = wide_values(SIZE, 4, signed=False)
             state = fused_adamw.AdamWState(count, exp_avg, exp_avg_sq, master=master)
-            options = fused_adamw.AdamWOptions(rounding_seed=seed)
-            new, new_state, _ = fused_adamw.adamw_step(roundings.nearest(master, dtype), grad, state, options)
+            control = fused_adamw.StepControl(rounding_seed=seed)
+            param = roundings.nearest(master, dtype)
+            new, new_state, _ = fused_adamw.adamw_step(param, grad, state, control=control)
             if new_state is None or new_state.master is None:
                 raise FailedError("there is no master weight after an update")
             random = _random(tensor_seed(seed, 0), count + 1, -(-SIZE // 4))[:SIZE]
