@@ -36,8 +36,9 @@ def split(whole: Part) -> list[Part]:
     for form in different:
         own = [i for i, found in enumerate(forms) if found == form]
         taken = [[tensors[i] for i in own] if tensors else [] for tensors in whole.lists[:-1]]
-        found_masters = [master for i in own if (master := masters[i]) is not None]
-        parts.append(Part(StepLists(*taken, found_masters), [whole.places[i] for i in own]))
+        of_form = [masters[i] for i in own]
+        kept = [master for master in of_form if master is not None]  # all, or none
+        parts.append(Part(StepLists(*taken, kept), [whole.places[i] for i in own]))
     return parts
 
 
