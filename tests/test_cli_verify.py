@@ -265,6 +265,20 @@ def test_a_wrong_update_fails_the_host_suite(monkeypatch: pytest.MonkeyPatch) ->
     assert found["error: defaults"][0] == found["bits: in place and out of place"][0] == "failed"
 
 
+def test_a_wrong_rounding_fails_the_host_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(fused_adamw.AdamW):
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            super().step(*args, **kwargs)
+            for param in self.param_groups[0]["params"]:
+                if param.dtype != torch.float32 and param.numel() > 0:
+                    param.detach().view(torch.int16).view(-1)[-1] += 2
+
+    monkeypatch.setattr(fused_adamw, "AdamW", Wrong)
+    wanted = re.compile("master weights: (?!.*(saved|written to)).*")
+    found = [worker.outcome_of(own)[0] for own in host.SUITE.checks(()) if wanted.fullmatch(own.name)]
+    assert found == ["failed"] * (2 * 5 + 2)
+
+
 def test_other_headers_fail_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if (reason := reference.missing()) is not None:
         pytest.skip(f"blocked: {reason}")

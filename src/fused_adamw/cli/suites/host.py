@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fused_adamw
+from fused_adamw.cli.suites import roundings
 from fused_adamw.cli.suites.check import Check, FailedError, Suite, require, same_bits
 from fused_adamw.cli.suites.formula import Formula
 from fused_adamw.cli.suites.training import (
+    FORMS,
     GUARDS,
+    MASTER_FORMS,
     OPTIONS,
+    Form,
     make_gradients,
     make_params,
     moved,
     params_of,
     same_training,
+    tensors_of,
     train,
     wide_values,
 )
@@ -70,7 +77,7 @@ def _root_mean_square(values: Any) -> Any:
     return np.sqrt(np.mean(values**2))
 
 
-def same_bits_everywhere() -> str:
+def same_bits_everywhere(form: Form) -> str:
     """Every instruction set, one thread and several, values of every kind."""
     sizes = (1, 31, 33, 257, 4097, 70_001)
     threads, capability = torch.get_num_threads(), fused_adamw.cpu_capability()
@@ -83,10 +90,12 @@ def same_bits_everywhere() -> str:
                 for number in (1, 2, 3):
                     fused_adamw.set_cpu_capability(name)
                     torch.set_num_threads(number)
-                    params = [torch.nn.Parameter(wide_values(size, i)) for i, size in enumerate(sizes)]
+                    params = [
+                        nn.Parameter(wide_values(size, i).to(form.dtype)) for i, size in enumerate(sizes)
+                    ]
                     gradients = [[wide_values(size, 100 + i) for i, size in enumerate(sizes)]]
                     gradients.append([grad.nan_to_num(0.0, 1e3, -1e3) for grad in gradients[0]])
-                    optimizer = fused_adamw.AdamW(params, **options)
+                    optimizer = fused_adamw.AdamW(params, **options, **form.options)
                     train(optimizer, gradients)
                     first = first or optimizer
                     same_training(optimizer, first)
@@ -99,8 +108,9 @@ def same_bits_everywhere() -> str:
 
 def in_and_out_of_place() -> str:
     """``adamw_step`` has the bits of the optimizer."""
-    for amsgrad in (False, True):
-        optimizer = fused_adamw.AdamW(make_params(), amsgrad=amsgrad)
+    dtypes = (torch.float32, *roundings.DTYPES)
+    for amsgrad, dtype in itertools.product((False, True), dtypes):
+        optimizer = fused_adamw.AdamW(make_params(dtype=dtype), amsgrad=amsgrad, split_masters=False)
         params: list[Tensor] = [param.detach().clone() for param in params_of(optimizer)]
         states: list[fused_adamw.AdamWState | None] = [None] * len(params)
         options = fused_adamw.AdamWOptions(amsgrad=amsgrad)
@@ -110,7 +120,137 @@ def in_and_out_of_place() -> str:
                 params[i], states[i], _ = fused_adamw.adamw_step(params[i], grad, states[i], options)
         for i, (mine, other) in enumerate(zip(params, params_of(optimizer), strict=True)):
             same_bits(mine, other, f"parameter {i}")
-    return "5 steps, AdamW and AMSGrad"
+            state = states[i]
+            if state is not None and state.master is not None:
+                same_bits(state.master, optimizer.master_param(other), f"the master weight of parameter {i}")
+    return "5 steps, AdamW and AMSGrad, parameters of all dtypes"
+
+
+def master_weights(form: Form) -> str:
+    """Master weights and moments have the bits of a float32 training, and parameters are their roundings."""
+    steps = 20
+    all_options = {**OPTIONS, **GUARDS}
+    for name, options in all_options.items():
+        params = make_params(dtype=form.dtype)
+        gradients = make_gradients(params, steps, form.dtype)
+        optimizer = fused_adamw.AdamW(params, **options, **form.options)
+        twin = fused_adamw.AdamW([nn.Parameter(param.detach().float()) for param in params], **options)
+        for grads in gradients:
+            train(optimizer, [grads])
+            train(twin, [grads])
+            _same_weights(optimizer, twin, form, f", {name}")
+    return f"{len(all_options)} sets of options, {steps} steps each"
+
+
+def _same_weights(found: fused_adamw.AdamW, expected: fused_adamw.AdamW, form: Form, where: str) -> None:
+    for i, (param, other) in enumerate(zip(params_of(found), params_of(expected), strict=True)):
+        weights = found.master_param(param)
+        same_bits(weights, other, f"the master weight of parameter {i}{where}")
+        for key, tensor in expected.state[other].items():
+            same_bits(found.state[param][key], tensor, f"{key} of parameter {i}{where}")
+        roundings.check_param(param, weights, form, f"parameter {i}{where}")
+
+
+def kept_weights(form: Form) -> str:
+    """A step of size 0 keeps every master weight, and rounds it."""
+    weights = roundings.weights()
+    if form.options.get("stochastic_rounding"):  # whose place between neighbours is known
+        weights = weights[weights.isfinite()]
+    [param] = make_params([tuple(weights.shape)], dtype=form.dtype)
+    optimizer = fused_adamw.AdamW([param], lr=0.0, **form.options)
+    optimizer.set_master_param(param, weights)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    same_bits(optimizer.master_param(param), weights, "the master weight")
+    roundings.check_param(param, weights, form, "the parameter")
+    return f"{weights.numel():,} weights, all bfloat16 numbers and ties among them"
+
+
+def by_chance(form: Form) -> str:
+    """A weight becomes one of its neighbours, and is itself on average; every tensor by bits of its own."""
+    draws, size = 400, 4000
+    weights = make_gradients([torch.empty(size)], 1)[0][0] * 10.0 ** -torch.arange(8.0).repeat(size // 8)
+    params = make_params([(size,)] * 2, dtype=form.dtype)
+    optimizer = fused_adamw.AdamW(params, lr=0.0, **form.options)
+    optimizer.param_groups[0]["rounding_seed"] = 0
+    lower, _, place = roundings.position(weights, form.dtype)
+    for param in params:
+        optimizer.set_master_param(param, weights)
+        param.grad = torch.ones_like(param)
+    ups = np.zeros((2, size))
+    for _ in range(draws):
+        optimizer.step()
+        for i, param in enumerate(params):
+            roundings.check_param(param, weights, form, f"parameter {i}")
+            ups[i] += np.abs(param.detach().double().numpy()) > lower
+        require(not torch.equal(*params), "two tensors are rounded by the same bits")
+    deviation = np.sqrt(draws * place * (1.0 - place))
+    likely = deviation > 5.0
+    off = np.abs(ups - draws * place)
+    alone = float((off[:, likely] / deviation[likely]).max())
+    together = float(np.abs((ups - draws * place).sum(1)).max() / np.sqrt((deviation**2).sum()))
+    require(alone < 6.0, f"a mean is {alone:.1f} standard deviations off; 6 are allowed")
+    require(together < 4.0, f"all means together are {together:.1f} standard deviations off; 4 are allowed")
+    return f"means of {draws} roundings are at most {alone:.1f} standard deviations off, all {together:.1f}"
+
+
+def written_to(form: Form) -> str:
+    """What someone else wrote to a parameter counts, or is an error, whichever is asked for."""
+    params = make_params(dtype=form.dtype)
+    gradients = make_gradients(params, 3, form.dtype)
+    optimizer = fused_adamw.AdamW(params, **form.options)
+    train(optimizer, gradients[:1])
+    twin = fused_adamw.AdamW([nn.Parameter(optimizer.master_param(param).clone()) for param in params])
+    for param, other in zip(params, params_of(twin), strict=True):
+        twin.state[other] = {
+            key: optimizer.state[param][key].clone() for key in ("step", "exp_avg", "exp_avg_sq")
+        }
+        written = torch.arange(param.numel()).view(param.shape) % 2 == 0
+        new = -param.detach()  # a rounding of the master weight would change nothing
+        weights = new.float()
+        remainders = optimizer.state[param].get("master_remainder")
+        if remainders is not None:
+            weights = (weights.view(torch.int32) + remainders).view(torch.float32)
+        with torch.no_grad():
+            param[written] = new[written]
+            other[written] = weights[written]
+    train(optimizer, gradients[1:2])
+    train(twin, gradients[1:2])
+    _same_weights(optimizer, twin, form, ", half of which was written to")
+
+    optimizer.resync_masters()
+    for i, param in enumerate(params):
+        same_bits(optimizer.master_param(param), param.float(), f"parameter {i}, whose value was to count,")
+    optimizer.stale_master = "error"
+    train(optimizer, gradients[2:])
+    with torch.no_grad():
+        params[2].mul_(2.0)
+    before = {key: tensor.clone() for key, tensor in tensors_of(optimizer).items()}
+    try:
+        optimizer.step()
+    except fused_adamw.StaleMasterError:
+        pass
+    else:
+        raise FailedError("a parameter that was written to was not refused")
+    for key, tensor in tensors_of(optimizer).items():
+        same_bits(tensor, before[key], f"{key}, after the step was refused,")
+    return "element by element"
+
+
+def saved_masters(form: Form) -> str:
+    """A training that goes on from a file has the bits of one that was not saved."""
+    gradients = make_gradients(make_params(), 6, form.dtype)
+    whole = fused_adamw.AdamW(make_params(dtype=form.dtype), **form.options)
+    train(whole, gradients[:3])
+    file = io.BytesIO()
+    torch.save(whole.state_dict(), file)
+    file.seek(0)
+    optimizer = fused_adamw.AdamW(moved(params_of(whole), "cpu"), **form.options)
+    optimizer.load_state_dict(torch.load(file, weights_only=True))
+    for each in (whole, optimizer):
+        train(each, gradients[3:])
+    same_training(optimizer, whole)
+    return "3 steps of 6 after a file"
 
 
 def clipping() -> str:
@@ -185,9 +325,24 @@ def checks(compilers: Sequence[str]) -> list[Check]:
     for dtype in (torch.float16, torch.bfloat16):
         name = f"error: gradients of {str(dtype).removeprefix('torch.')}"
         found.append(Check(name, functools.partial(accuracy, {}, dtype)))
+    for name, form in FORMS.items():
+        check = functools.partial(same_bits_everywhere, form)
+        found.append(Check(f"bits: instruction sets and threads, {name}", check))
+    for name, form in MASTER_FORMS.items():
+        runs: dict[str, Callable[[Form], str]] = {
+            "the bits of float32": master_weights,
+            "rounded": kept_weights,
+            "written to": written_to,
+            "saved": saved_masters,
+        }
+        if form.options.get("stochastic_rounding"):
+            runs["right on average"] = by_chance
+        found += [
+            Check(f"master weights: {name}, {what}", functools.partial(run, form))
+            for what, run in runs.items()
+        ]
     return [
         *found,
-        Check("bits: instruction sets and threads", same_bits_everywhere),
         Check("bits: in place and out of place", in_and_out_of_place),
         Check("clipping", clipping),
         Check("skipped steps", skips),
@@ -198,7 +353,7 @@ def checks(compilers: Sequence[str]) -> list[Check]:
 SUITE = Suite(
     "host",
     proves="The CPU kernels err no more than torch's own against float64, with the same bits on every "
-    "instruction set of this processor.",
+    "instruction set of this processor; master weights of 16-bit parameters are those of a float32 training.",
     leaves_open="Instruction sets that this processor lacks, and CUDA.",
     checks=checks,
 )

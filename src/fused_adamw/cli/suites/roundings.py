@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_adamw.cli.suites.training import wide_values
+from fused_adamw.cli.suites.check import require, same_bits
+from fused_adamw.cli.suites.training import Form, wide_values
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -53,6 +54,24 @@ def away_from_ties(weights: Tensor) -> Tensor:
     bits = weights.view(torch.int32)
     greater = ((bits >> 16) + 1).to(torch.int16).view(torch.bfloat16)
     return torch.where((bits & 0xFFFF) == 0x8000, greater, nearest(weights, torch.bfloat16))
+
+
+def check_param(param: Tensor, weights: Tensor, form: Form, what: str) -> None:
+    """Raises ``FailedError`` unless a parameter of this form is a rounding of its master weights."""
+    if form.options.get("stochastic_rounding"):
+        lower, unit, place = position(weights, form.dtype)
+        neighbours = torch.from_numpy(np.stack([lower, np.where(place > 0.0, lower + unit, lower)]))
+        # Those beyond the greatest number are infinity.
+        right = (neighbours.to(form.dtype) == param.detach().abs()).any(0) & (
+            param.signbit() == weights.signbit()
+        )
+        require(
+            bool(right.all()), f"{what}: {int((~right).sum())} elements are no neighbours of their weights"
+        )
+    elif form.dtype is torch.bfloat16 and form.options.get("split_masters", True):
+        same_bits(param, away_from_ties(weights), what)
+    else:
+        same_bits(param, nearest(weights, form.dtype), what)
 
 
 def position(weights: Tensor, dtype: torch.dtype) -> tuple[Array, Array, Array]:
