@@ -247,6 +247,8 @@ def test_a_whole_training_step(cuda: torch.device) -> None:
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
+# Of torch's own warm-up, whose nodes it keeps for the capture.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 def test_graphed_callables(cuda: torch.device) -> None:
     model, optimizer, twin = trained_model(cuda)
     graphed = torch.cuda.make_graphed_callables(model, (torch.randn(8, 16, device=cuda),))
