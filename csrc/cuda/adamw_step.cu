@@ -132,8 +132,8 @@ struct Weights<kFloat32Weights> {
     param.unpack(weights);
   }
   template <typename Place>
-  __device__ __forceinline__ void store(const OutOfPlaceTensor& tensor, const Place& place,
-                                        long long, const BlockScalars&, const float (&weights)[4]) const {
+  __device__ __forceinline__ void store(const OutOfPlaceTensor& tensor, const Place& place, long long,
+                                        const BlockScalars&, const float (&weights)[4]) const {
     place.store(tensor.new_param, weights);
   }
   // As they were read.
@@ -167,7 +167,8 @@ struct RoundedWeights {
   }
   template <typename Place>
   __device__ __forceinline__ void store(const OutOfPlaceMasterTensor& tensor, const Place& place,
-                                        long long first, const BlockScalars& shared, const float (&weights)[4]) const {
+                                        long long first, const BlockScalars& shared,
+                                        const float (&weights)[4]) const {
     place.store(tensor.new_param, weights);
     RandomBits random = {};
     if (kStochastic) {
@@ -245,8 +246,8 @@ struct Weights<kSplitWeights> {
     for (int k = 0; k < 4; ++k) weights[k] = join_weight(BFloat16{params[k]}, remainders[k]);
   }
   template <typename Place>
-  __device__ __forceinline__ void store(const OutOfPlaceMasterTensor& tensor, const Place& place,
-                                        long long, const BlockScalars&, const float (&weights)[4]) const {
+  __device__ __forceinline__ void store(const OutOfPlaceMasterTensor& tensor, const Place& place, long long,
+                                        const BlockScalars&, const float (&weights)[4]) const {
     unsigned short params[4], remainders[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -285,16 +286,12 @@ struct Quad {
   // `has_state`: there are moments; else they are taken as 0.
   template <typename Tensor>
   __device__ __forceinline__ void load(const Tensor& tensor, long long first, bool has_state) {
-    exp_avg4 = exp_avg_sq4 = max_exp_avg_sq4 = {};
-    at(tensor, first, [&](auto place) {
-      weights4.load(tensor, place, has_state);
-      place.load(grad, static_cast<const Gradient*>(tensor.grad));
-      if (has_state) {
-        place.load(exp_avg4, tensor.exp_avg);
-        place.load(exp_avg_sq4, tensor.exp_avg_sq);
-        if (kAmsgrad) place.load(max_exp_avg_sq4, tensor.max_exp_avg_sq);
-      }
-    });
+    // All accesses in one branch or the other, here and below, so that they are under way together.
+    if (is_whole(tensor, first)) {
+      load_at(tensor, WholeQuad{first}, has_state);
+    } else {
+      load_at(tensor, PartialQuad{first, tensor.shape.size}, has_state);
+    }
   }
 
   template <typename Tensor>
@@ -313,32 +310,49 @@ struct Quad {
       exp_avg_sq[k] = element.exp_avg_sq;
       max_exp_avg_sq[k] = element.max_exp_avg_sq;
     }
-    at(tensor, first, [&](auto place) {
-      weights4.store(tensor, place, first, shared, weights);
-      store_state(tensor, place);
-    });
+    if (is_whole(tensor, first)) {
+      store_at(tensor, WholeQuad{first}, first, shared);
+    } else {
+      store_at(tensor, PartialQuad{first, tensor.shape.size}, first, shared);
+    }
   }
 
   // Of a step that is skipped, out of place.
   template <typename Tensor>
   __device__ __forceinline__ void copy(const Tensor& tensor, long long first, bool has_state) {
     unpack_state();
-    at(tensor, first, [&](auto place) {
-      weights4.copy(tensor, place, has_state);
-      store_state(tensor, place);
-    });
+    if (is_whole(tensor, first)) {
+      copy_at(tensor, WholeQuad{first}, has_state);
+    } else {
+      copy_at(tensor, PartialQuad{first, tensor.shape.size}, has_state);
+    }
   }
 
  private:
-  // All accesses in one branch or the other, so that they are under way together.
-  template <typename Function>
-  static __device__ __forceinline__ void at(const OutOfPlaceTensor& tensor, long long first,
-                                            const Function& function) {
-    if (tensor.shape.vectorised && first + 4 <= tensor.shape.size) {
-      function(WholeQuad{first});
-    } else {
-      function(PartialQuad{first, tensor.shape.size});
+  static __device__ __forceinline__ bool is_whole(const OutOfPlaceTensor& tensor, long long first) {
+    return tensor.shape.vectorised && first + 4 <= tensor.shape.size;
+  }
+  template <typename Tensor, typename Place>
+  __device__ __forceinline__ void load_at(const Tensor& tensor, const Place& place, bool has_state) {
+    exp_avg4 = exp_avg_sq4 = max_exp_avg_sq4 = {};
+    weights4.load(tensor, place, has_state);
+    place.load(grad, static_cast<const Gradient*>(tensor.grad));
+    if (has_state) {
+      place.load(exp_avg4, tensor.exp_avg);
+      place.load(exp_avg_sq4, tensor.exp_avg_sq);
+      if (kAmsgrad) place.load(max_exp_avg_sq4, tensor.max_exp_avg_sq);
     }
+  }
+  template <typename Tensor, typename Place>
+  __device__ __forceinline__ void store_at(const Tensor& tensor, const Place& place, long long first,
+                                           const BlockScalars& shared) const {
+    weights4.store(tensor, place, first, shared, weights);
+    store_state(tensor, place);
+  }
+  template <typename Tensor, typename Place>
+  __device__ __forceinline__ void copy_at(const Tensor& tensor, const Place& place, bool has_state) const {
+    weights4.copy(tensor, place, has_state);
+    store_state(tensor, place);
   }
   __device__ __forceinline__ void unpack_state() {
     exp_avg4.unpack(exp_avg);
@@ -364,14 +378,12 @@ template <typename Gradient, bool kInPlace, bool kAmsgrad, WeightForm kForm, typ
 __device__ __forceinline__ void update_block(const StepParameters<Tensor>& parameters, int index,
                                              const BlockScalars& shared) {
   Quad<Gradient, kAmsgrad, kForm> quads[kStepPasses];
-  // In place there is a state; out of place there is none before the first update.
-  const auto has_state = [](const auto& tensor) { return kInPlace || tensor.exp_avg != nullptr; };
   {
     const auto tensor = arrays(parameters.tensors[index]);
     const long long first = first_element(parameters, index);
 #pragma unroll
     for (int i = 0; i < kStepPasses; ++i) {
-      quads[i].load(tensor, first + i * kElementsPerPass, has_state(tensor));
+      quads[i].load(tensor, first + i * kElementsPerPass, kInPlace || tensor.exp_avg != nullptr);
     }
   }
   __syncthreads();
@@ -383,10 +395,11 @@ __device__ __forceinline__ void update_block(const StepParameters<Tensor>& param
     asm volatile("" : "+r"(index) : : "memory");
     const auto tensor = arrays(parameters.tensors[index]);
     const long long first = first_element(parameters, index) + i * kElementsPerPass;
+    const bool has_state = kInPlace || tensor.exp_avg != nullptr;
     if (!kInPlace && shared.skip) {
-      quads[i].copy(tensor, first, has_state(tensor));
+      quads[i].copy(tensor, first, has_state);
     } else {
-      quads[i].update(tensor, first, has_state(tensor), shared);
+      quads[i].update(tensor, first, has_state, shared);
     }
   }
 }
