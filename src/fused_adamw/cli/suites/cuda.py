@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +15,15 @@ from torch import Tensor, nn
 
 import fused_adamw
 from fused_adamw import _C, AdamW
-from fused_adamw.cli.suites import build
+from fused_adamw.cli.suites import build, roundings
 from fused_adamw.cli.suites.check import Check, FailedError, Suite, require, same_bits
 from fused_adamw.cli.suites.training import (
+    DTYPES,
+    FORMS,
     GUARDS,
+    MASTER_FORMS,
     OPTIONS,
+    Form,
     Gradients,
     make_gradients,
     make_params,
@@ -66,14 +71,14 @@ def compare(options: dict[str, Any], gradients: Gradients, params: Sequence[Tens
     return here, there
 
 
-def trainings(dtype: torch.dtype) -> str:
+def trainings(form: Form, dtype: torch.dtype) -> str:
     """Every option, for one dtype of gradients."""
     steps = 10
     gradients = make_gradients(make_params(), steps, dtype)
     all_options = {**OPTIONS, **GUARDS}
     for name, options in all_options.items():
         try:
-            here, there = compare(options, gradients, make_params())
+            here, there = compare({**options, **form.options}, gradients, make_params(dtype=form.dtype))
             mine, other = there.last_stats, here.last_stats
             if mine is not None and other is not None:
                 same_bits(mine.gradients.report, other.gradients.report, "the report")
@@ -82,45 +87,91 @@ def trainings(dtype: torch.dtype) -> str:
     return f"{len(all_options)} sets of options, {steps} steps each"
 
 
-def tails() -> str:
+def tails(form: Form) -> str:
     """All sizes together, and each alone."""
     for options in ({}, {"max_grad_norm": 0.5}):
         for shapes in ([(size,) for size in TAILS], *([(size,)] for size in TAILS)):
-            params = make_params(shapes)
-            compare(options, make_gradients(params, 2), params)
+            params = make_params(shapes, dtype=form.dtype)
+            compare({**options, **form.options}, make_gradients(params, 2, form.dtype), params)
     return f"{len(TAILS)} sizes from 1 to {TAILS[-1]:,}"
 
 
-def odd_addresses() -> str:
-    """Gradients that no wide access can read."""
-    params = make_params([(4099,), (65_537,)])
-    [grads] = make_gradients(params, 1)
-    here, there = (AdamW(moved(params, device), max_grad_norm=0.5) for device in ("cpu", DEVICE))
-    train(here, [grads])
-    for param, grad in zip(params_of(there), grads, strict=True):
-        param.grad = torch.empty(grad.numel() + 1, device=DEVICE)[1:].copy_(grad)
-    there.step()
-    same_training(there, here)
-    return "4 bytes off the alignment"
+def odd_addresses(form: Form) -> str:
+    """Gradients that no wide access can read, and parameters."""
+    params = make_params([(4099,), (65_537,)], dtype=form.dtype)
+    gradients = make_gradients(params, 2, form.dtype)
+    options = {"max_grad_norm": 0.5, **form.options}
+    here = AdamW(moved(params, "cpu"), **options)
+    train(here, gradients)
+    for place in (lambda tensor: tensor.detach().to(DEVICE, copy=True), _off_alignment):
+        there = AdamW([nn.Parameter(place(param)) for param in params], **options)
+        for grads in gradients:
+            for param, grad in zip(params_of(there), grads, strict=True):
+                param.grad = _off_alignment(grad)
+            there.step()
+        same_training(there, here)
+    return "one element off the alignment"
 
 
-def special_values() -> str:
+def _off_alignment(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=DEVICE)[1:].copy_(tensor.detach())
+
+
+def special_values(form: Form) -> str:
     """NaN, infinities, subnormals, zeros of both signs, random bits."""
     size = 70_001
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in DTYPES:
         wide = wide_values(size, 1).to(dtype)
         for options in ({}, {"amsgrad": True}, {"max_grad_norm": 0.5}):
-            compare(options, [[wide], [wide.nan_to_num()]], [nn.Parameter(wide_values(size, 0))])
+            params = [nn.Parameter(wide_values(size, 0).to(form.dtype))]
+            compare({**options, **form.options}, [[wide], [wide.nan_to_num()]], params)
     return f"{size:,} values, all dtypes of gradients"
 
 
-def skips() -> str:
+def rounded_weights(form: Form) -> str:
+    """Every bfloat16 number, the ties between them and more, kept by a step of size 0."""
+    weights = roundings.weights()
+    optimizers = []
+    for device in ("cpu", DEVICE):
+        params = moved(make_params([tuple(weights.shape)], dtype=form.dtype), device)
+        optimizer = AdamW(params, lr=0.0, **form.options)
+        optimizer.set_master_param(params[0], weights.to(device))
+        train(optimizer, [[torch.ones(weights.shape, dtype=form.dtype)]])
+        same_bits(optimizer.master_param(params[0]), weights, f"the master weight on {device}")
+        optimizers.append(optimizer)
+    same_training(optimizers[1], optimizers[0])
+    return f"{weights.numel():,} weights"
+
+
+def written_to(form: Form) -> str:
+    """A parameter that someone else wrote to, in part; then all of them, whose values are to count."""
+    gradients = make_gradients(make_params(), 6, form.dtype)
+    here, there = (
+        AdamW(moved(make_params(dtype=form.dtype), device), **form.options) for device in ("cpu", DEVICE)
+    )
+    for optimizer in (here, there):
+        train(optimizer, gradients[:2])
+        for param in params_of(optimizer):
+            param.detach().view(-1)[::2].neg_()
+        train(optimizer, gradients[2:4])
+    same_training(there, here)
+    for optimizer in (here, there):
+        for param in params_of(optimizer):
+            param.detach().mul_(2.0)
+        optimizer.resync_masters()
+        train(optimizer, gradients[4:])
+    same_training(there, here)
+    return "every second element, then all"
+
+
+def skips(form: Form) -> str:
     """A NaN or an infinity skips a step, and the report says where it was."""
     for value in (math.nan, math.inf, -math.inf):
-        gradients = make_gradients(make_params(), 8)
+        gradients = make_gradients(make_params(), 8, form.dtype)
         for i in (0, 3, 7):
             gradients[i][4][-1] = value
-        here, there = compare({"nonfinite": "skip"}, gradients, make_params())
+        options = {"nonfinite": "skip", **form.options}
+        here, there = compare(options, gradients, make_params(dtype=form.dtype))
         mine, other = there.last_stats, here.last_stats
         require(
             mine is not None and other is not None and mine.skipped and other.skipped,
@@ -134,28 +185,35 @@ def skips() -> str:
     return "3 of 8 steps, for NaN and both infinities"
 
 
-def restore() -> str:
-    """Saved on CUDA; goes on there, on the CPU and after torch's optimizer, with the same bits."""
-    gradients = make_gradients(make_params(), 6)
-    source = AdamW(moved(make_params(), DEVICE), amsgrad=True)
+def restore(form: Form) -> str:
+    """Saved on CUDA; goes on there, on the CPU and after torch's optimizer, with the same bits.
+
+    torch's keeps the state of 16-bit parameters in 16 bits, so these are left out there.
+    """
+    gradients = make_gradients(make_params(), 6, form.dtype)
+    options = {"amsgrad": True, **form.options}
+    source = AdamW(moved(make_params(dtype=form.dtype), DEVICE), **options)
     train(source, gradients[:3])
     file = io.BytesIO()
     torch.save(source.state_dict(), file)
     results = []
     for device in ("cpu", DEVICE):
         file.seek(0)
-        optimizer = AdamW(moved(params_of(source), device), amsgrad=True)
+        optimizer = AdamW(moved(params_of(source), device), **options)
         optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         results.append(optimizer)
-    theirs = torch.optim.AdamW(moved(params_of(source), DEVICE), amsgrad=True, fused=True)
-    theirs.load_state_dict(copy.deepcopy(source.state_dict()))
-    again = AdamW(moved(params_of(theirs), DEVICE), amsgrad=True)
-    again.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    for optimizer in (source, again, *results):
+    if form.dtype is torch.float32:
+        theirs = torch.optim.AdamW(moved(params_of(source), DEVICE), amsgrad=True, fused=True)
+        theirs.load_state_dict(copy.deepcopy(source.state_dict()))
+        again = AdamW(moved(params_of(theirs), DEVICE), **options)
+        again.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        results.append(again)
+    for optimizer in (source, *results):
         train(optimizer, gradients[3:])
-    for optimizer in (source, again, results[1]):
+    for optimizer in (source, *results[1:]):
         same_training(optimizer, results[0])
-    return "through a file, to the CPU, and through torch's state_dict"
+    through = ", and through torch's state_dict" if form.dtype is torch.float32 else ""
+    return f"through a file, to the CPU{through}"
 
 
 def refusals() -> str:
@@ -190,7 +248,7 @@ def refusals() -> str:
 def statistics() -> str:
     """Rows and report of ``gradient_stats``, merged both ways."""
     sizes = (1, 1023, 16_384, 16_385, 65_537, 16_384 * 1030 + 5)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in DTYPES:
         grads = [wide_values(size, i).to(dtype) for i, size in enumerate(sizes)]
         on_cuda = [grad.to(DEVICE) for grad in grads]
         for hierarchical in (True, False):
@@ -201,11 +259,12 @@ def statistics() -> str:
     return f"{len(sizes)} gradients, all dtypes"
 
 
-def out_of_place() -> str:
-    """``adamw_step``, which returns new tensors."""
-    for amsgrad in (False, True):
-        options = fused_adamw.AdamWOptions(amsgrad=amsgrad)
-        params = make_params([(size,) for size in (1, 1025, 65_537)])
+def out_of_place(dtype: torch.dtype) -> str:
+    """``adamw_step``, which returns new tensors; 16-bit parameters are rounded by chance, too."""
+    seeds = (None,) if dtype is torch.float32 else (None, 0)
+    for amsgrad, seed in itertools.product((False, True), seeds):
+        options = fused_adamw.AdamWOptions(amsgrad=amsgrad, rounding_seed=seed)
+        params = make_params([(size,) for size in (1, 1025, 65_537)], dtype=dtype)
         for i, grads in enumerate(zip(*make_gradients(params, 3), strict=True)):
             results = []
             for device in ("cpu", DEVICE):
@@ -240,11 +299,14 @@ def options_as_tensors() -> str:
 
 
 def many_tensors() -> str:
-    """More tensors and groups than one launch takes."""
+    """More tensors and groups than one launch takes; parameters of all dtypes in one group."""
     shapes: list[tuple[int, ...]] = [((0,) if i % 64 == 0 else (1 + i % 5,)) for i in range(1153)]
     params = make_params(shapes)
     gradients = make_gradients(params, 2)
     compare({"max_grad_norm": 0.5}, gradients, params)
+    mixed = [nn.Parameter(param.detach().to(DTYPES[i % len(DTYPES)])) for i, param in enumerate(params)]
+    for form in MASTER_FORMS.values():
+        compare({"max_grad_norm": 0.5, **form.options}, gradients, mixed)
     optimizers = []
     for device in ("cpu", DEVICE):
         groups = [
@@ -259,19 +321,27 @@ def many_tensors() -> str:
 
 def checks(compilers: Sequence[str]) -> list[Check]:
     """All of them for each compiler."""
-    runs: dict[str, Callable[[], str]] = {
-        f"trainings, {str(dtype).removeprefix('torch.')} gradients": functools.partial(trainings, dtype)
-        for dtype in (torch.float32, torch.float16, torch.bfloat16)
-    }
-    runs |= {
+    runs: dict[str, Callable[[], str]] = {}
+    of_forms: dict[str, Callable[[Form], str]] = {
         "tails": tails,
         "odd addresses": odd_addresses,
         "NaN, infinities, subnormals": special_values,
         "skipped steps": skips,
         "restored from state_dict": restore,
+    }
+    of_masters = {"rounded weights": rounded_weights, "written to": written_to}
+    for name, form in FORMS.items():
+        for dtype in DTYPES:
+            own_name = f"{name}: trainings, {str(dtype).removeprefix('torch.')} gradients"
+            runs[own_name] = functools.partial(trainings, form, dtype)
+        for what, check in (of_forms | (of_masters if name in MASTER_FORMS else {})).items():
+            runs[f"{name}: {what}"] = functools.partial(check, form)
+    for dtype in DTYPES:
+        name = f"out of place, {str(dtype).removeprefix('torch.')}"
+        runs[name] = functools.partial(out_of_place, dtype)
+    runs |= {
         "refusals": refusals,
         "statistics": statistics,
-        "out of place": out_of_place,
         "options as tensors": options_as_tensors,
         "many tensors and groups": many_tensors,
     }

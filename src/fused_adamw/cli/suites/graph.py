@@ -16,6 +16,7 @@ from fused_adamw import AdamW
 from fused_adamw.cli.suites import cuda
 from fused_adamw.cli.suites.check import Check, Suite, require, same_bits
 from fused_adamw.cli.suites.training import (
+    MASTER_FORMS,
     make_gradients,
     make_params,
     moved,
@@ -30,13 +31,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "AMSGrad": {"amsgrad": True},
     "clipped": {"max_grad_norm": 0.5},
     "skipping": {"nonfinite": "skip"},
+    **{name: {"dtype": form.dtype, **form.options} for name, form in MASTER_FORMS.items()},
+    "bfloat16, clipped": {"dtype": torch.bfloat16, "max_grad_norm": 0.5},
 }
 SHAPES: tuple[tuple[int, ...], ...] = ((5, 7), (), (33,), (2, 3, 4), (4097,))
 
 
-def make_optimizer(device: str, **options: Any) -> AdamW:
-    """Two groups, options as tensors, gradients whose memory stays."""
-    params = moved(make_params(SHAPES), device)
+def make_optimizer(device: str, dtype: torch.dtype = torch.float32, **options: Any) -> AdamW:
+    """Two groups, options as tensors, gradients of the parameters' dtype whose memory stays."""
+    params = moved(make_params(SHAPES, dtype=dtype), device)
     for param in params:
         param.grad = torch.zeros_like(param)
     groups: list[dict[str, Any]] = [
@@ -93,15 +96,15 @@ def replayed(compiler: str, options: dict[str, Any]) -> str:
     return f"{STEPS} replays"
 
 
-def whole_training_step(compiler: str) -> str:
+def whole_training_step(compiler: str, dtype: torch.dtype) -> str:
     """Forward and backward pass and step in one graph; the twin is given the gradients of each replay."""
     with using(compiler):
-        model, twin_model = _model(), _model()
+        model, twin_model = _model().to(dtype), _model().to(dtype)
         optimizer, twin = (
             AdamW(own.parameters(), lr=1e-2, capturable=True, max_grad_norm=0.5)
             for own in (model, twin_model)
         )
-        batch = torch.randn(8, 16, device="cuda")
+        batch = torch.randn(8, 16, device="cuda", dtype=dtype)
 
         def loss() -> Tensor:
             found: Tensor = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
@@ -186,8 +189,9 @@ def checks(compilers: Sequence[str]) -> list[Check]:
         for name, options in OPTIONS.items():
             run = functools.partial(replayed, compiler, options)
             found.append(Check(f"{compiler}: CUDA graph, {name}", run, missing))
-        run = functools.partial(whole_training_step, compiler)
-        found.append(Check(f"{compiler}: CUDA graph of a training step", run, missing))
+        for dtype in (torch.float32, torch.bfloat16):
+            name = f"{compiler}: CUDA graph of a training step, {str(dtype).removeprefix('torch.')}"
+            found.append(Check(name, functools.partial(whole_training_step, compiler, dtype), missing))
         run = functools.partial(frozen_numbers_are_refused, compiler)
         found.append(Check(f"{compiler}: CUDA graph, a number is refused", run, missing))
     return found

@@ -19,6 +19,7 @@ from fused_adamw.cli.suites import roundings
 from fused_adamw.cli.suites.check import Check, FailedError, Suite, require, same_bits
 from fused_adamw.cli.suites.formula import Formula
 from fused_adamw.cli.suites.training import (
+    DTYPES,
     FORMS,
     GUARDS,
     MASTER_FORMS,
@@ -33,6 +34,7 @@ from fused_adamw.cli.suites.training import (
     train,
     wide_values,
 )
+from fused_adamw.torch_library.checks import ROUNDED_DTYPES
 
 STEPS = 300
 SHAPE = (2048,)
@@ -108,8 +110,7 @@ def same_bits_everywhere(form: Form) -> str:
 
 def in_and_out_of_place() -> str:
     """``adamw_step`` has the bits of the optimizer."""
-    dtypes = (torch.float32, *roundings.DTYPES)
-    for amsgrad, dtype in itertools.product((False, True), dtypes):
+    for amsgrad, dtype in itertools.product((False, True), DTYPES):
         optimizer = fused_adamw.AdamW(make_params(dtype=dtype), amsgrad=amsgrad, split_masters=False)
         params: list[Tensor] = [param.detach().clone() for param in params_of(optimizer)]
         states: list[fused_adamw.AdamWState | None] = [None] * len(params)
@@ -322,7 +323,7 @@ def checks(compilers: Sequence[str]) -> list[Check]:
         Check(f"error: {name}", functools.partial(accuracy, options, torch.float32))
         for name, options in OPTIONS.items()
     ]
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in ROUNDED_DTYPES:
         name = f"error: gradients of {str(dtype).removeprefix('torch.')}"
         found.append(Check(name, functools.partial(accuracy, {}, dtype)))
     for name, form in FORMS.items():

@@ -24,6 +24,7 @@ from fused_adamw.cli.suites.check import BlockedError, Check, FailedError, Suite
 from fused_adamw.cli.suites.training import wide_values
 from fused_adamw.options import DEFAULT_GUARD
 from fused_adamw.rounding import tensor_seed
+from fused_adamw.torch_library.checks import ROUNDED_DTYPES
 
 PROGRAM = Path(__file__).with_name("reference.cpp")
 
@@ -172,7 +173,7 @@ def _rounded(values: Tensor, random: Any) -> tuple[dict[tuple[torch.dtype, bool]
     size = values.numel()
     output = call("round", [], [size], [values, torch.from_numpy(random.view(np.int32))])
     halves = torch.from_numpy(np.frombuffer(output, np.int16, 6 * size).copy()).view(6, size)
-    forms = [(dtype, by_chance) for dtype in roundings.DTYPES for by_chance in (False, True)]
+    forms = [(dtype, by_chance) for dtype in (torch.bfloat16, torch.float16) for by_chance in (False, True)]
     found = {form: half.view(form[0]) for form, half in zip(forms, halves, strict=False)}
     return found, [halves[4].view(torch.bfloat16), halves[5], _floats(output[12 * size :])]
 
@@ -188,7 +189,7 @@ def rounded_weights() -> str:
         np.full(values.numel(), 2**32 - 1, np.uint32),
     ):
         found, split = _rounded(values, random)
-        for dtype in roundings.DTYPES:
+        for dtype in ROUNDED_DTYPES:
             expected = roundings.nearest(values, dtype)
             same_bits(found[dtype, False], expected, f"the nearest {dtype}")
             expected[finite] = roundings.rounded_by_chance(values[finite], random[finite.numpy()], dtype)
@@ -255,7 +256,7 @@ def checks(compilers: Sequence[str]) -> list[Check]:
         for name, options in UPDATES.items()
         for amsgrad, suffix in ((False, ""), (True, ", AMSGrad"))
     ]
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in ROUNDED_DTYPES:
         name = f"update: gradients of {str(dtype).removeprefix('torch.')}"
         found.append(Check(name, functools.partial(updates, {}, False, dtype), missing))
     return [
@@ -271,7 +272,7 @@ def checks(compilers: Sequence[str]) -> list[Check]:
                 functools.partial(updates_rounded_by_chance, dtype),
                 missing,
             )
-            for dtype in roundings.DTYPES
+            for dtype in ROUNDED_DTYPES
         ),
     ]
 

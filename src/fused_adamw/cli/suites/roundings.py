@@ -11,8 +11,6 @@ from torch import Tensor
 from fused_adamw.cli.suites.check import require, same_bits
 from fused_adamw.cli.suites.training import Form, wide_values
 
-DTYPES = (torch.bfloat16, torch.float16)
-
 # float64 or uint32 of any shape
 Array = Any
 

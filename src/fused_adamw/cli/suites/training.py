@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 import fused_adamw
 from fused_adamw.cli.suites.check import require, same_bits
+from fused_adamw.torch_library.checks import PARAM_DTYPES, ROUNDED_DTYPES
 
 Gradients = list[list[Tensor]]
+
+# Of parameters; of gradients, too.
+DTYPES = (*PARAM_DTYPES, *ROUNDED_DTYPES)
 
 SHAPES: tuple[tuple[int, ...], ...] = ((50, 7), (), (300,), (2, 3, 4), (20_000,), (0,))
 
