@@ -83,6 +83,7 @@ def test_all_contenders_are_timed(tmp_path: Path) -> None:
         "source": "--elements",
         "tensors": 1,
         "parameters": 3000,
+        "dtype": "float32",
         "gradients": "float32",
         "amsgrad": False,
         "clip": False,
@@ -105,12 +106,92 @@ def test_all_contenders_come_to_the_same(tmp_path: Path, dtype: str, options: li
     assert found["ideal_bytes_per_parameter"] == expected
 
 
+@pytest.mark.parametrize("clip", [[], ["--clip"]], ids=str)
+@pytest.mark.parametrize(
+    ("params", "names", "weight_bytes"),
+    [
+        ("bf16", ["remainders", "float32 masters", "rounded by chance"], 8),
+        ("fp16", ["", "rounded by chance"], 12),
+    ],
+    ids=str,
+)
+def test_parameters_of_16_bits(
+    tmp_path: Path, params: str, names: list[str], weight_bytes: int, clip: list[str]
+) -> None:
+    output = run("--elements", 3000, "--params", params, "--amsgrad", *clip, "--output", tmp_path).output
+    found = figures(tmp_path)
+    rows = by_name(found)
+    assert list(rows) == [
+        *(", ".join(filter(None, ["fused_adamw", name])) for name in names),
+        "separate kernels",
+        "torch for-loop",
+        "torch foreach",
+        "torch compiled foreach",
+        "torch fused",
+    ]
+    assert rows.pop("torch compiled foreach")["outcome"] == "blocked"
+    assert {row["outcome"] for row in rows.values()} == {"measured"}, rows
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[params]
+    assert found["work"]["dtype"] == found["work"]["gradients"] == dtype
+    assert f"{dtype} parameters, {dtype} gradients" in " ".join(output.split())
+    assert found["ideal_bytes_per_parameter"] == weight_bytes + 24 + 2 * (2 if clip else 1)
+
+
+def test_gradients_of_another_dtype_than_the_parameters(tmp_path: Path) -> None:
+    run("--elements", 500, "--params", "bfloat16", "--dtype", "float32", "--output", tmp_path)
+    found = figures(tmp_path)
+    assert (found["work"]["dtype"], found["work"]["gradients"]) == ("bfloat16", "float32")
+    assert {row["outcome"] for row in found["contenders"]} == {"measured", "blocked"}
+    case = Case(CPU, (1,), torch.float32, mode="compile", params=torch.bfloat16)
+    [*own, _] = [entry for entry in contenders.entries(case, []) if entry.name.startswith("fused_adamw")]
+    assert all("another dtype" in str(entry.blocked) for entry in own)
+    same = Case(CPU, (1,), torch.bfloat16, mode="compile", params=torch.bfloat16)
+    assert contenders.entries(same, [])[0].blocked is None
+
+
+@pytest.mark.parametrize("where", ["master", "param"])
+def test_a_wrong_16_bit_result_voids_a_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    original = contenders.ours
+
+    def wrong(storage: Storage, **options: Any) -> contenders.Contender:
+        found = original(storage, **options)
+        call = found.call
+
+        def step() -> None:
+            call()
+            if (
+                where == "param" and not options["form"].options
+            ):  # beside remainders, it would make another weight
+                return
+            if where == "param":
+                storage.params[0].mul_(1.05)
+            else:
+                for tensors in storage.masters.values():
+                    tensors[0][-1] += 1 if tensors[0].dtype == torch.float32 else 0x1FFF
+
+        found.call = step
+        return found
+
+    monkeypatch.setattr(contenders, "ours", wrong)
+    run("--elements", 1000, "--params", "bfloat16", "--output", tmp_path, expect=1)
+    rows = by_name(figures(tmp_path))
+    outcomes = {name: row["outcome"] for name, row in rows.items() if name.startswith("fused_adamw")}
+    assert outcomes == {
+        "fused_adamw, remainders": "measured" if where == "param" else "void",
+        "fused_adamw, float32 masters": "void",
+        "fused_adamw, rounded by chance": "void",
+    }
+    assert rows["torch fused"]["outcome"] == "measured"
+
+
 @pytest.mark.parametrize("where", ["param", "exp_avg", "exp_avg_sq"])
 def test_a_wrong_result_voids_a_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     original = contenders.ours
 
-    def wrong(storage: Storage, compiler: str) -> contenders.Contender:
-        found = original(storage, compiler)
+    def wrong(storage: Storage, **options: Any) -> contenders.Contender:
+        found = original(storage, **options)
         call = found.call
 
         def step() -> None:
@@ -176,12 +257,14 @@ def test_without_a_card_cuda_is_blocked(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
-def test_compiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("params", ["float32", "float16"])
+def test_compiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: str) -> None:
     monkeypatch.setattr(bench_run, "entries", contenders.entries)
-    run("--mode", "compile", "--elements", 500, "--clip", "--output", tmp_path)
+    run("--mode", "compile", "--elements", 500, "--params", params, "--clip", "--output", tmp_path)
     rows = by_name(figures(tmp_path))
     measured = {name for name, row in rows.items() if row["outcome"] == "measured"}
-    assert measured == {"fused_adamw", "separate kernels", "torch compiled foreach", "torch fused"}
+    ours = {"fused_adamw"} if params == "float32" else {"fused_adamw", "fused_adamw, rounded by chance"}
+    assert measured == ours | {"separate kernels", "torch compiled foreach", "torch fused"}
     assert rows["torch for-loop"]["detail"].startswith("a kernel for each tensor takes Inductor minutes")
 
 

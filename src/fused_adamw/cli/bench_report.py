@@ -32,6 +32,7 @@ def figures(case: Case, work: str, source: str, measured: Measured, command: lis
             "source": source,
             "tensors": len(case.sizes),
             "parameters": case.elements,
+            "dtype": str(case.params).removeprefix("torch."),
             "gradients": str(case.dtype).removeprefix("torch."),
             "amsgrad": case.amsgrad,
             "clip": case.clip,
@@ -47,7 +48,7 @@ def figures(case: Case, work: str, source: str, measured: Measured, command: lis
 def table(found: dict[str, Any]) -> Table:
     """The figures for a terminal."""
     work, rate = found["work"], found["memory_bytes_per_second"]
-    words = [work["name"], f"{work['gradients']} gradients", work["mode"], found["device"]]
+    words = [work["name"], *_dtypes(work), work["mode"], found["device"]]
     words += [word for word in ("amsgrad", "clip") if work[word]]
     result = Table(title=", ".join(words))
     result.add_column("step", no_wrap=True)
@@ -96,6 +97,10 @@ def write(folder: Path, found: dict[str, Any]) -> list[Path]:
     return paths
 
 
+def _dtypes(work: dict[str, Any]) -> list[str]:
+    return [f"{work['dtype']} parameters", f"{work['gradients']} gradients"]
+
+
 def _shown(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
@@ -124,7 +129,7 @@ def _plot(found: dict[str, Any], path: Path) -> None:
         axes.legend(loc="lower right", fontsize=8)
     left.invert_yaxis()
     work = found["work"]
-    words = [work["name"], f"{parameters:,} parameters", f"{work['gradients']} gradients", work["mode"]]
+    words = [work["name"], f"{parameters:,} elements", *_dtypes(work), work["mode"]]
     figure.suptitle(", ".join([*words, found["device"]]), fontsize=10)
     figure.savefig(path, dpi=120, metadata={"Software": f"matplotlib {matplotlib.__version__}"})
 

@@ -40,7 +40,8 @@ SMALL_ROUNDS, SMALL_CALLS = 10, 10
 LARGE_ROUNDS, LARGE_CALLS = 5, 4
 
 # How far results may be apart (relatively, absolutely): rounding stays far below, a step left out far above.
-TOLERANCES = {"param": (1e-5, 1e-5), "exp_avg": (1e-4, 1e-6)}
+# That a parameter of 16 bits is the other neighbour of its master weight is no error.
+TOLERANCES = {"master": (1e-5, 1e-5), "param": (1e-5, 1e-5), "exp_avg": (1e-4, 1e-6)}
 TOLERANCES |= dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), TOLERANCES["exp_avg"])
 # Of each tensor, so many elements at both ends are computed in float64.
 SAMPLE = 16
@@ -144,7 +145,7 @@ def measure(
             except Exception as error:
                 racer.row.outcome, racer.row.detail = _went_wrong(error)
                 continue
-            if wrong := difference(_results(storage), expected):
+            if wrong := difference(_results(storage, racer.contender), expected):
                 racer.row.outcome, racer.row.detail = VOID, f"wrong result in round {turn + 1}: {wrong}"
     del expected
     _free(case.device)
@@ -192,8 +193,9 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _results(storage: Storage) -> dict[str, list[Tensor]]:
-    return {"param": storage.params, **storage.moments}
+def _results(storage: Storage, contender: Contender) -> dict[str, list[Tensor]]:
+    masters = {"master": contender.weights()} if storage.masters else {}
+    return {**masters, "param": storage.params, **storage.moments}
 
 
 def _expected(storage: Storage, steps: int) -> dict[str, list[Tensor]]:
@@ -204,7 +206,7 @@ def _expected(storage: Storage, steps: int) -> dict[str, list[Tensor]]:
     """
     case = storage.case
     storage.reset()
-    ends = [_ends(param) for param in storage.params]
+    ends = [_ends(weight) for weight in storage.weights]
     options: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
     formulas = [Formula(end.double().numpy(), **options, amsgrad=case.amsgrad) for end in ends]
     reference = staged(storage)
@@ -215,14 +217,18 @@ def _expected(storage: Storage, steps: int) -> dict[str, list[Tensor]]:
         values = _ends(grad).double().numpy()
         for _ in range(steps):
             formula.update(values)
+    results = _results(storage, reference)
     exact = {
-        name: [torch.from_numpy(getattr(formula, name)).float() for formula in formulas]
-        for name in _results(storage)
+        name: [
+            torch.from_numpy(getattr(formula, "param" if name == "master" else name)).float()
+            for formula in formulas
+        ]
+        for name in results
     }
-    found = {name: [_ends(tensor) for tensor in tensors] for name, tensors in _results(storage).items()}
+    found = {name: [_ends(tensor) for tensor in tensors] for name, tensors in results.items()}
     if wrong := difference(found, exact):
         raise RuntimeError(f"the separate kernels differ from the float64 formula: {wrong}")
-    return {name: [tensor.clone() for tensor in tensors] for name, tensors in _results(storage).items()}
+    return {name: [tensor.clone() for tensor in tensors] for name, tensors in results.items()}
 
 
 def _ends(tensor: Tensor) -> Tensor:
@@ -235,11 +241,19 @@ def difference(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]
         relative, absolute = TOLERANCES[name]
         # NaN is not near anything.
         wrong = [
-            ~((mine - other).abs_() <= other.abs().mul_(relative).add_(absolute)).all()
+            ~(
+                (mine.float() - other.float()).abs_()
+                <= other.float().abs().mul_(max(relative, _rounding(mine))).add_(absolute)
+            ).all()
             for mine, other in zip(found[name], tensors, strict=True)
         ]
         bad = torch.stack(wrong).nonzero().flatten().tolist()
         if bad:
-            distance = (found[name][bad[0]] - tensors[bad[0]]).abs().max().item()
+            distance = (found[name][bad[0]].float() - tensors[bad[0]].float()).abs().max().item()
             return f"{name} of tensor {bad[0]} is up to {distance:.3g} off"
     return ""
+
+
+def _rounding(tensor: Tensor) -> float:
+    """How far neighbours of 16 bits are apart, relatively."""
+    return 0.0 if tensor.dtype == torch.float32 else torch.finfo(tensor.dtype).eps

@@ -114,7 +114,8 @@ class Training:
             except (TypeError, ValueError) as error:  # a device without kernels, say
                 raise CommandError(str(error)) from None
             if settings.compile:
-                self.optimizer.step = torch.compile(self.optimizer.step, fullgraph=True)  # type: ignore[method-assign]
+                compiled: Any = torch.compile(self.optimizer.step, fullgraph=True)
+                self.optimizer.step = compiled  # type: ignore[method-assign]
             scaler_type = fused_adamw.GradScaler
         else:
             params = list(self.model.parameters())
