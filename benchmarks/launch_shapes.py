@@ -46,7 +46,7 @@ STEPS: dict[str, list[Replacement]] = {
         ]
         for passes, blocks in ((1, 4), (1, 5), (1, 6), (2, 2), (2, 3), (2, 4), (4, 1), (4, 2))
     },
-    "addresses read anew": [("if (kForm != kFloat32Weights) asm", "asm")],
+    "addresses kept": [('asm volatile("" : "+r"(index) : : "memory");', 'asm volatile("" : : : "memory");')],
     "streaming stores": [_STREAMED],
     "streaming loads": [
         ("*reinterpret_cast<const float4*>(source);", "__ldcs(reinterpret_cast<const float4*>(source));")

@@ -185,16 +185,40 @@ def test_training_goes_on_in_another_form(form: str, target: str, weights_first:
     if not weights_first:
         copy_weights(optimizer, other)
     assert_all_same_bits(masters_of(other), [p.detach() for p in params_of(twin)])
-    if form == "bf16 by chance" and target == "bf16 whole":
-        # A parameter that was not rounded to the nearest number is taken for a new value.
-        for param, weight in zip(params_of(optimizer), params_of(twin), strict=True):
-            rounded = weight.detach().bfloat16() == param.detach()
-            weight.data.copy_(torch.where(rounded, weight.detach(), param.detach().float()))
     go_on(other, twin, target)
     assert_masters_are(other, twin)
     kept = "master_remainder" if target == "bf16 split" else "master_param"
     for param in params_of(other):
         assert {name for name in other.state[param] if name.startswith("master_")} == {kept}
+
+
+@pytest.mark.parametrize("how", ["by a checkpoint", "between steps"])
+@pytest.mark.parametrize("form", ["bf16 by chance", "fp16 by chance"])
+def test_training_goes_on_rounding_to_the_nearest(form: str, how: str) -> None:
+    """What was rounded by chance is no weight that someone else wrote."""
+    optimizer, twin = trained(form)
+    if how == "by a checkpoint":
+        other = fused_adamw.AdamW(as_params(params_of(optimizer), FORMS[form][0]), split_masters=False)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer = other
+    else:
+        optimizer.split_masters = False
+    optimizer.param_groups[0]["rounding_seed"] = None
+    go_on(optimizer, twin, form)
+    assert_masters_are(optimizer, twin)
+
+
+def test_a_tie_beside_a_remainder_goes_on_as_a_whole_master() -> None:
+    """Halfway between two numbers a remainder goes with the greater, a float32 master with the even one."""
+    ties = ((torch.arange(1, 2001, dtype=torch.int32) << 16) + 0x3F808000).view(torch.float32)
+    optimizer = fused_adamw.AdamW([nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16))], lr=0.0)
+    [param] = params_of(optimizer)
+    optimizer.set_master_param(param, ties)
+    other = fused_adamw.AdamW(as_params([param], torch.bfloat16), lr=0.0, split_masters=False)
+    other.load_state_dict(optimizer.state_dict())
+    train(other, [[torch.zeros(2000, dtype=torch.bfloat16)]])
+    assert_same_bits(other.master_param(params_of(other)[0]), ties)
+    assert_same_bits(params_of(other)[0].detach(), ties.bfloat16())
 
 
 @pytest.mark.parametrize("target", [form for form in FORMS if form.startswith("bf16")])

@@ -23,8 +23,8 @@ become their roundings (``csrc/low_precision.h``), in the same pass.
   neighbours by chance, on average its master. An element's random bits are a function of its parameter's
   seed, its place in memory and the number of the update.
 
-Moves 28 bytes per parameter (36 with AMSGrad) for float32 gradients, 2 fewer for 16-bit ones; 2 fewer for
-int16 masters, 4 more for float32 masters beside 16-bit parameters, which are read and written.
+Moves 28 bytes per parameter (36 with AMSGrad) for float32 gradients, 2 fewer for 16-bit ones; as many with
+int16 masters, 4 more with float32 ones beside their 16-bit parameters, which are read, too.
 """
 
 from __future__ import annotations

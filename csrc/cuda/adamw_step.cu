@@ -390,10 +390,9 @@ __device__ __forceinline__ void update_block(const StepParameters<Tensor>& param
   if (kInPlace && shared.skip) return;
 #pragma unroll
   for (int i = 0; i < kStepPasses; ++i) {
-    // The scalars are read anew: kept, they would take ten registers. So are the addresses where there are
-    // more of them.
-    asm volatile("" : : : "memory");
-    if (kForm != kFloat32Weights) asm volatile("" : "+r"(index));
+    // The scalars and the addresses are read anew: kept while the elements are under way, they would take
+    // some twenty registers.
+    asm volatile("" : "+r"(index) : : "memory");
     const auto tensor = arrays(parameters.tensors[index]);
     const long long first = first_element(parameters, index) + i * kElementsPerPass;
     const bool has_state = kInPlace || tensor.exp_avg != nullptr;

@@ -33,6 +33,7 @@ from fused_adamw.state import (
     master_key,
     master_param,
     normalise_state,
+    round_to_masters,
     set_master_param,
     show_masters,
 )
@@ -165,6 +166,7 @@ class AdamW(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._record = _StatsRecord()
         self._versions = ParamVersions()
+        self._to_nearest: list[bool] = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as ``torch.optim`` does, after checking its options and parameters."""
@@ -212,12 +214,23 @@ class AdamW(torch.optim.Optimizer):
         """Whether master weights of a group's bfloat16 parameters are kept as their remainders."""
         return self.split_masters and group.get("rounding_seed") is None
 
+    def settle_roundings(self) -> None:
+        """Rounds to the nearest number what was rounded otherwise: by chance before, or in a checkpoint."""
+        to_nearest = [group.get("rounding_seed") is None for group in self.param_groups]
+        before = self._to_nearest
+        for i, group in enumerate(self.param_groups):
+            if to_nearest[i] and not (i < len(before) and before[i]):
+                for param in group["params"]:
+                    round_to_masters(self.state.get(param, {}), param)
+        self._to_nearest = to_nearest
+
     @torch.no_grad()
     def master_param(self, param: Tensor) -> Tensor:
         """The float32 weight of a parameter: itself, or the master weight of a 16-bit one.
 
         A master weight that is kept as a remainder is returned as a copy; to change one, use
-        ``set_master_param``.
+        ``set_master_param``. Where someone else wrote to the parameter, a float32 master weight is the old
+        one until the next step.
         """
         return master_param(self.state.get(param, {}), param)
 
@@ -493,6 +506,8 @@ class AdamW(torch.optim.Optimizer):
         traces_backward = tracing.traces_backward()
         if torch.compiler.is_compiling():
             tracing.prepare(self._name, states=traces_backward)
+        else:
+            self.settle_roundings()
         wholes = []
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in StepLists._fields]

@@ -35,10 +35,11 @@ def split(whole: Part) -> list[Part]:
     parts = []
     for form in different:
         own = [i for i, found in enumerate(forms) if found == form]
-        taken = [[tensors[i] for i in own] if tensors else [] for tensors in whole.lists[:-1]]
+        others = whole.lists._replace(masters=())
+        lists = StepLists(*([tensors[i] for i in own] if tensors else [] for tensors in others))
         of_form = [masters[i] for i in own]
-        kept = [master for master in of_form if master is not None]  # all, or none
-        parts.append(Part(StepLists(*taken, kept), [whole.places[i] for i in own]))
+        lists = lists._replace(masters=[master for master in of_form if master is not None])  # all, or none
+        parts.append(Part(lists, [whole.places[i] for i in own]))
     return parts
 
 
@@ -109,9 +110,13 @@ class _GroupPlan:
         self._entries = [(states, key, list(tensors)) for key, tensors in moments]
         masters = _masters_by_place(lists)
         for key, dtype in ((MASTER, torch.float32), (REMAINDER, torch.int16)):
-            own = [i for i, master in enumerate(masters) if master is not None and master.dtype is dtype]
+            own = [
+                (states[i], master)
+                for i, master in enumerate(masters)
+                if master is not None and master.dtype is dtype
+            ]
             if own:
-                self._entries.append(([states[i] for i in own], key, [masters[i] for i in own]))
+                self._entries.append(([state for state, _ in own], key, [master for _, master in own]))
 
     def parts(self, group: dict[str, Any]) -> list[Part] | None:
         """The parts with the gradients of now, or None where the plan no longer holds."""

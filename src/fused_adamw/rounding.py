@@ -26,18 +26,28 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     return torch.where(master.isnan(), param.to(torch.float32), master)
 
 
-def nearest_param(param: Tensor, master: Tensor) -> Tensor:
-    """The bfloat16 parameter that a remainder of this master weight goes with.
+def nearest_to_even(param: Tensor, master: Tensor) -> Tensor:
+    """The parameter, rounded as a float32 master weight is from now on: to the nearest number.
 
-    Where the parameter is a neighbour of the master weight (rounded to even, or by chance), the nearest one;
-    where it is not, it was written to by someone else, and stands.
+    Where it is a neighbour of the master weight (rounded by chance, say), the nearest one; where it is not,
+    it was written to by someone else, and stands.
     """
-    distance = master.view(torch.int32).to(torch.int64) - (param.view(torch.int16).to(torch.int64) << 16)
-    return torch.where(distance.abs() <= 0xFFFF, split_master(master)[0], param)
+    return _nearest_of_neighbours(param, master, master.to(param.dtype))
+
+
+def nearest_to_split(param: Tensor, master: Tensor) -> Tensor:
+    """The same for a bfloat16 parameter beside a remainder: of two nearest numbers, the greater one."""
+    return _nearest_of_neighbours(param, master, split_master(master)[0])
+
+
+def _nearest_of_neighbours(param: Tensor, master: Tensor, nearest: Tensor) -> Tensor:
+    next_to_it = (param.view(torch.int16).int() - nearest.view(torch.int16).int()).abs() <= 1
+    above, nearest_above = (number.double() - master.double() for number in (param, nearest))
+    return torch.where(next_to_it & (above * nearest_above <= 0.0), nearest, param)
 
 
 def remainder_of(param: Tensor, master: Tensor) -> Tensor:
-    """The remainder of a master weight beside ``nearest_param``; 0 where that is not its rounding."""
+    """The remainder of a master weight beside ``nearest_to_split``; 0 where that is not its rounding."""
     nearest, remainder = split_master(master)
     return torch.where(nearest.view(torch.int16) == param.view(torch.int16), remainder, 0)
 

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from fused_adamw import _C
 from fused_adamw.distributed import map_local
-from fused_adamw.rounding import join_master, nearest_param, remainder_of, split_master
+from fused_adamw.rounding import (
+    join_master,
+    nearest_to_even,
+    nearest_to_split,
+    remainder_of,
+    split_master,
+)
 from fused_adamw.torch_library import checks
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -68,10 +74,21 @@ def _make_master(state: dict[str, Any], param: Tensor, name: str) -> None:
         weight = state.pop(MASTER)
         with torch.no_grad():
             # By way of data, which leaves the version: stale_master="error" is about others' writes.
-            param.data.copy_(map_local(nearest_param, param.detach(), weight))
+            param.data.copy_(map_local(nearest_to_split, param.detach(), weight))
             state[REMAINDER] = map_local(remainder_of, param.detach(), weight)
     else:
         state[REMAINDER] = _zeros(param, checks.REMAINDER_DTYPE)
+
+
+def round_to_masters(state: dict[str, Any], param: Tensor) -> None:
+    """Rounds a parameter to the nearest number to a float32 master weight, where it is a rounding of it.
+
+    For a weight that was rounded otherwise before (by chance, or beside a remainder): the kernels would take
+    it for one that someone else wrote.
+    """
+    if MASTER in state and param.dtype in checks.ROUNDED_DTYPES:
+        with torch.no_grad(), _outside_of_capture(param.device):
+            param.data.copy_(map_local(nearest_to_even, param.detach(), state[MASTER]))
 
 
 def master_param(state: dict[str, Any], param: Tensor) -> Tensor:

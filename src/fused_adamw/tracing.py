@@ -53,6 +53,7 @@ def prepare(name: str, *, states: bool) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         values = [value for state in optimizer.state.values() for value in state.values()]
         checks.refuse_shared_storage("fused_adamw.AdamW", [*params, *values])
+    optimizer.settle_roundings()
     if states:
         _make_states(optimizer)
 

@@ -263,7 +263,8 @@ def out_of_place(dtype: torch.dtype) -> str:
     """``adamw_step``, which returns new tensors; 16-bit parameters are rounded by chance, too."""
     seeds = (None,) if dtype is torch.float32 else (None, 0)
     for amsgrad, seed in itertools.product((False, True), seeds):
-        options = fused_adamw.AdamWOptions(amsgrad=amsgrad, rounding_seed=seed)
+        options = fused_adamw.AdamWOptions(amsgrad=amsgrad)
+        control = fused_adamw.StepControl(rounding_seed=seed)
         params = make_params([(size,) for size in (1, 1025, 65_537)], dtype=dtype)
         for i, grads in enumerate(zip(*make_gradients(params, 3), strict=True)):
             results = []
@@ -271,7 +272,7 @@ def out_of_place(dtype: torch.dtype) -> str:
                 param: Tensor = params[i].detach().to(device)
                 state: fused_adamw.AdamWState | None = None
                 for grad in grads:
-                    param, state, _ = fused_adamw.adamw_step(param, grad.to(device), state, options)
+                    param, state, _ = fused_adamw.adamw_step(param, grad.to(device), state, options, control)
                 if state is None:
                     raise FailedError("there is no state after an update")
                 results.append(
