@@ -157,20 +157,6 @@ ElementType element_type(dlpack::DataType dtype) {
   return dtype.bits == 16 ? ElementType::kFloat16 : ElementType::kFloat32;
 }
 
-// Of a tensor, or null where the op has no such list.
-struct Address {
-  void* data;
-  template <typename T>
-  operator T*() const {
-    return static_cast<T*>(data);
-  }
-};
-
-Address address(const TensorTable& table, StepList list, std::size_t i) {
-  const std::vector<TensorView>& tensors = table.tensors(list);
-  return {tensors.empty() ? nullptr : tensors[i].data};
-}
-
 cpu::TensorUpdate tensor_update(const TensorTable& old, const TensorTable& updated, std::size_t i,
                                 const UpdateScalars& scalars, long long number) {
   const TensorView& grad = old.tensors(kGrads)[i];
@@ -180,16 +166,16 @@ cpu::TensorUpdate tensor_update(const TensorTable& old, const TensorTable& updat
   update.grad_type = element_type(grad.dtype);
   update.weights = updated.weights();
   update.param_type = element_type(old.tensors(kParams)[i].dtype);
-  update.param = address(old, kParams, i);
-  update.master = address(old, kMasters, i);
-  update.exp_avg = address(old, kExpAvgs, i);
-  update.exp_avg_sq = address(old, kExpAvgSqs, i);
-  update.max_exp_avg_sq = address(old, kMaxExpAvgSqs, i);
-  update.new_param = address(updated, kParams, i);
-  update.new_master = address(updated, kMasters, i);
-  update.new_exp_avg = address(updated, kExpAvgs, i);
-  update.new_exp_avg_sq = address(updated, kExpAvgSqs, i);
-  update.new_max_exp_avg_sq = address(updated, kMaxExpAvgSqs, i);
+  update.param = old.pointer<void>(kParams, i);
+  update.master = old.pointer<void>(kMasters, i);
+  update.exp_avg = old.pointer<float>(kExpAvgs, i);
+  update.exp_avg_sq = old.pointer<float>(kExpAvgSqs, i);
+  update.max_exp_avg_sq = old.pointer<float>(kMaxExpAvgSqs, i);
+  update.new_param = updated.pointer<void>(kParams, i);
+  update.new_master = updated.pointer<void>(kMasters, i);
+  update.new_exp_avg = updated.pointer<float>(kExpAvgs, i);
+  update.new_exp_avg_sq = updated.pointer<float>(kExpAvgSqs, i);
+  update.new_max_exp_avg_sq = updated.pointer<float>(kMaxExpAvgSqs, i);
   update.scalars = scalars;
   update.update_number = static_cast<std::uint64_t>(number);
   update.rounding_seed = updated.rounding_seed(i);

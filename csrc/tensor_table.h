@@ -66,6 +66,13 @@ class TensorTable {
   // The tensors of one list; none where the op has no such list.
   const std::vector<TensorView>& tensors(std::size_t list) const;
 
+  // Where tensor i of a list lies; null where the op has no such list.
+  template <typename T>
+  T* pointer(StepList list, std::size_t i) const {
+    const std::vector<TensorView>& own = tensors(list);
+    return own.empty() ? nullptr : static_cast<T*>(own[i].data);
+  }
+
   // The device of the first tensor, and so of all once the layout was checked.
   dlpack::Device device() const { return first_device_.value_or(dlpack::Device{dlpack::kCpu, 0}); }
 

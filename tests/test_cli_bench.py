@@ -21,6 +21,10 @@ from fused_adamw.cli.contenders import Case, Entry, Storage
 CPU = torch.device("cpu")
 
 
+# What stands beside ours.
+PEERS = ("separate kernels", "torch for-loop", "torch foreach", "torch compiled foreach", "torch fused")
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little to move, few rounds; nothing compiled, which has a test of its own."""
@@ -61,11 +65,7 @@ def test_all_contenders_are_timed(tmp_path: Path) -> None:
     rows = by_name(found)
     assert list(rows) == [
         "fused_adamw",
-        "separate kernels",
-        "torch for-loop",
-        "torch foreach",
-        "torch compiled foreach",
-        "torch fused",
+        *PEERS,
     ]
     assert rows.pop("torch compiled foreach")["outcome"] == "blocked"
     assert "torch compiled foreach: blocked: left out" in output
@@ -123,11 +123,7 @@ def test_parameters_of_16_bits(
     rows = by_name(found)
     assert list(rows) == [
         *(", ".join(filter(None, ["fused_adamw", name])) for name in names),
-        "separate kernels",
-        "torch for-loop",
-        "torch foreach",
-        "torch compiled foreach",
-        "torch fused",
+        *PEERS,
     ]
     assert rows.pop("torch compiled foreach")["outcome"] == "blocked"
     assert {row["outcome"] for row in rows.values()} == {"measured"}, rows

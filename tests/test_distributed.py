@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import copy
-import os
-import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 from torch import Tensor, nn
 
 import fused_adamw
+from processes import STEPS, WORLD_SIZE, Task, make_batches, make_model, results_of
 from training import advance, assert_all_same_bits, oracles_of, refusal, tensors_of, train
 
-WORLD_SIZE = 2
-STEPS = 5
 OPTIONS = {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}
-
-
-def make_model() -> nn.Module:
-    """Some parts are uneven; the last bias is on the first process alone."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-
-
-def make_batches() -> Tensor:
-    return torch.randn(STEPS, 8, 5, generator=torch.Generator().manual_seed(1))
 
 
 def train_model(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Tensor) -> None:
@@ -204,7 +188,7 @@ def refusals(mesh: Any) -> dict[str, Any]:
     return {"messages": messages}
 
 
-TASKS: tuple[Callable[[Any], dict[str, Any]], ...] = (
+TASKS: tuple[Task, ...] = (
     fully_sharded_training,
     resumed_training,
     scaled_training,
@@ -215,29 +199,10 @@ TASKS: tuple[Callable[[Any], dict[str, Any]], ...] = (
 )
 
 
-def run_process(rank: int, folder: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    warnings.simplefilter("error")
-    # The first import of Inductor brings it.
-    warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE
-    )
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    results = {task.__name__: task(mesh) for task in TASKS}
-    torch.save(results, f"{folder}/results{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every process returned, by task."""
-    folder = tmp_path_factory.mktemp("distributed")
-    torch.multiprocessing.spawn(run_process, (str(folder),), nprocs=WORLD_SIZE)
-    return [torch.load(Path(folder) / f"results{rank}.pt") for rank in range(WORLD_SIZE)]
+    return results_of(TASKS, tmp_path_factory.mktemp("distributed"))
 
 
 # --- tests --------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from cases import (
     assert_same_bits,
     bits,
     call_step,
+    lists_of,
     normal_sample,
     option_arguments,
     scalar,
@@ -64,21 +65,18 @@ def seeds_of(form: str, count: int) -> dict[str, Any]:
     return {"rounding_seeds": [SEED] * count} if FORMS[form][1] == "chance" else {}
 
 
+def lists_on(device: Any, samples: Sequence[Sample]) -> list[list[Tensor]]:
+    """Copies of the samples as the op takes them, with float32 parameters."""
+    return lists_of([sample.map(lambda t: t.to(device, copy=True)) for sample in samples])
+
+
 def in_place(
     form: str, samples: Sequence[Sample], device: Any, *, scalars: str = "numbers", **options: Any
 ) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
     """Parameters, what is kept of masters, and all lists after one update of float32 samples in this form."""
     pairs = [rounded(form, canonical(sample.param), sample.step) for sample in samples]
     params, masters = ([pair[k].to(device, copy=True) for pair in pairs] for k in (0, 1))
-    moved = [sample.map(lambda t: t.to(device, copy=True)) for sample in samples]
-    lists: list[list[Any]] = [
-        params,
-        [sample.grad for sample in moved],
-        [sample.exp_avg for sample in moved],
-        [sample.exp_avg_sq for sample in moved],
-        [sample.max_exp_avg_sq for sample in moved] if samples[0].amsgrad else [],
-        [scalar(sample.step, device, torch.float32) for sample in samples],
-    ]
+    lists = [params, *lists_on(device, samples)[1:]]
     arguments = {**option_arguments(options, scalars, device), **seeds_of(form, len(samples))}
     step_inplace_overload(scalars)(*lists, masters=masters, **arguments)
     return params, masters, lists
@@ -172,38 +170,20 @@ def test_dtypes_of_parameters_share_a_call(device: torch.device) -> None:
     forms = ["bf16 whole", "fp16", "fp16", "bf16 whole"]
     pairs = [rounded(form, s.param, s.step) for form, s in zip(forms, samples, strict=True)]
     params, masters = ([pair[k].to(device, copy=True) for pair in pairs] for k in (0, 1))
-    moved = [sample.map(lambda t: t.to(device, copy=True)) for sample in samples]
-    step_inplace_overload("numbers")(
-        params,
-        [sample.grad for sample in moved],
-        [sample.exp_avg for sample in moved],
-        [sample.exp_avg_sq for sample in moved],
-        [],
-        [scalar(5, device, torch.float32) for _ in samples],
-        masters=masters,
-    )
+    lists = [params, *lists_on(device, samples)[1:]]
+    step_inplace_overload("numbers")(*lists, masters=masters)
     for i, form in enumerate(forms):
-        assert_updated(form, samples[i], params[i], masters[i], [moved[i].exp_avg, moved[i].exp_avg_sq])  # type: ignore[list-item]
+        assert_updated(form, samples[i], params[i], masters[i], [lists[2][i], lists[3][i]])
 
 
 def test_many_tensors(device: torch.device) -> None:
     """More than a launch has room for, of which each has a seed of its own."""
     samples = [normal_sample(1 + 37 * i % 300, seed=i) for i in range(700)]
-    moved = [sample.map(lambda t: t.to(device, copy=True)) for sample in samples]
     seeds = [tensor_seed(11, i) for i in range(len(samples))]
-    masters = [sample.param.clone() for sample in moved]
+    masters, *others = lists_on(device, samples)
     params = [master.bfloat16() for master in masters]
     # A float32 master weight whose parameter is the nearest number is rounded by chance from now on.
-    step_inplace_overload("numbers")(
-        params,
-        [sample.grad for sample in moved],
-        [sample.exp_avg for sample in moved],
-        [sample.exp_avg_sq for sample in moved],
-        [],
-        [scalar(5, device, torch.float32) for _ in samples],
-        masters=masters,
-        rounding_seeds=seeds,
-    )
+    step_inplace_overload("numbers")(params, *others, masters=masters, rounding_seeds=seeds)
     for i, sample in enumerate(samples):
         expected = call_step(sample).param
         assert_same_bits(masters[i].cpu(), expected)
@@ -386,15 +366,7 @@ def test_opcheck(device: torch.device, form: str, amsgrad: bool, scalars: str) -
     samples = [normal_sample(shape, torch.bfloat16, amsgrad=amsgrad) for shape in ((12,), (5,), (1,))]
     pairs = [rounded(form, sample.param, 5) for sample in samples]
     params, masters = ([pair[k].to(device, copy=True) for pair in pairs] for k in (0, 1))
-    moved = [sample.map(lambda t: t.to(device, copy=True)) for sample in samples]
-    lists = (
-        params,
-        [s.grad for s in moved],
-        [s.exp_avg for s in moved],
-        [s.exp_avg_sq for s in moved],
-        [s.max_exp_avg_sq for s in moved] if amsgrad else [],
-        [scalar(5, device, torch.float32) for _ in moved],
-    )
+    lists = (params, *lists_on(device, samples)[1:])
     options = option_arguments({}, scalars, device)
     torch.library.opcheck(
         step_inplace_overload(scalars), lists, {**options, "masters": masters, **seeds_of(form, len(samples))}
@@ -404,7 +376,7 @@ def test_opcheck(device: torch.device, form: str, amsgrad: bool, scalars: str) -
     seed = {"rounding_seed": SEED} if FORMS[form][1] == "chance" else {}
     torch.library.opcheck(
         getattr(step_op, name),
-        (params[0], moved[0].grad, *moved[0].moments, masters[0], step),
+        (*(tensors[0] for tensors in lists[:-1] if tensors), masters[0], step),
         {**options, **seed},
     )
 

@@ -296,12 +296,12 @@ def check_step_tensors(
     """
     _check_dense(op, "param", param, param.device)
     _check_like(op, "grad", grad, GRAD_DTYPES, param)
-    if moments.get("master") is not None or "master" not in moments:
-        master = moments.get("master")
+    master = moments.get("master")
+    if "master" in moments and master is None:
+        _check_dtype(op, "param", param, ROUNDED_DTYPES)
+    else:
         pair = None if master is None else ("master", master)
         _check_weights(op, ("param", param), pair, None, stochastic=rounding_seed is not None)
-    else:
-        _check_dtype(op, "param", param, ROUNDED_DTYPES)
     given = [name for name, tensor in moments.items() if tensor is not None]
     if given and len(given) < len(moments):
         missing = [name for name in moments if name not in given]

@@ -50,12 +50,6 @@ unsigned blocks_of(long long size, long long per_block) {
   return static_cast<unsigned>((size + per_block - 1) / per_block);
 }
 
-template <typename T>
-T* pointer(const TensorTable& table, StepList list, std::size_t i) {
-  const auto& tensors = table.tensors(list);
-  return tensors.empty() ? nullptr : static_cast<T*>(tensors[i].data);
-}
-
 // Empties an index, so that tensors can be added.
 template <int kCapacity>
 void clear(BlockIndex<kCapacity>& index) {
@@ -148,7 +142,7 @@ void set_rounded(OutOfPlaceTensor&, const TensorTable&, const TensorTable&, std:
 
 template <typename MasterTensor>
 void set_rounded(MasterTensor& tensor, const TensorTable& old, const TensorTable& updated, std::size_t i) {
-  tensor.rounded = {pointer<void>(old, kParams, i), pointer<void>(updated, kParams, i),
+  tensor.rounded = {old.pointer<void>(kParams, i), updated.pointer<void>(kParams, i),
                     updated.rounding_seed(i), element_code(old.tensors(kParams)[i].dtype)};
 }
 
@@ -162,12 +156,12 @@ void update_in_place(const Launcher& launcher, const std::vector<const TensorTab
     const StepList updated = updated_list(table);
     for (std::size_t i = 0; i < table.tensors(kParams).size(); ++i) {
       Tensor tensor;
-      tensor.param = pointer<float>(table, updated, i);
-      tensor.grad = pointer<void>(table, kGrads, i);
-      tensor.exp_avg = pointer<float>(table, kExpAvgs, i);
-      tensor.exp_avg_sq = pointer<float>(table, kExpAvgSqs, i);
-      tensor.max_exp_avg_sq = pointer<float>(table, kMaxExpAvgSqs, i);
-      tensor.step = pointer<float>(table, kStateSteps, i);
+      tensor.param = table.pointer<float>(updated, i);
+      tensor.grad = table.pointer<void>(kGrads, i);
+      tensor.exp_avg = table.pointer<float>(kExpAvgs, i);
+      tensor.exp_avg_sq = table.pointer<float>(kExpAvgSqs, i);
+      tensor.max_exp_avg_sq = table.pointer<float>(kMaxExpAvgSqs, i);
+      tensor.step = table.pointer<float>(kStateSteps, i);
       tensor.shape = step_shape({&table}, table.tensors(kGrads)[i], i);
       set_rounded(tensor, table, table, i);
       batch.add(tensor, groups[t]);
@@ -184,15 +178,15 @@ void update_out_of_place(const Launcher& launcher, const std::vector<const Tenso
   const StepList updated = updated_list(*updateds[0]);
   for (std::size_t k = 0; k < olds.size(); ++k) {
     Tensor tensor;
-    tensor.param = pointer<float>(*olds[k], updated, 0);
-    tensor.grad = pointer<void>(*olds[k], kGrads, 0);
-    tensor.exp_avg = pointer<float>(*olds[k], kExpAvgs, 0);
-    tensor.exp_avg_sq = pointer<float>(*olds[k], kExpAvgSqs, 0);
-    tensor.max_exp_avg_sq = pointer<float>(*olds[k], kMaxExpAvgSqs, 0);
-    tensor.new_param = pointer<float>(*updateds[k], updated, 0);
-    tensor.new_exp_avg = pointer<float>(*updateds[k], kExpAvgs, 0);
-    tensor.new_exp_avg_sq = pointer<float>(*updateds[k], kExpAvgSqs, 0);
-    tensor.new_max_exp_avg_sq = pointer<float>(*updateds[k], kMaxExpAvgSqs, 0);
+    tensor.param = olds[k]->pointer<float>(updated, 0);
+    tensor.grad = olds[k]->pointer<void>(kGrads, 0);
+    tensor.exp_avg = olds[k]->pointer<float>(kExpAvgs, 0);
+    tensor.exp_avg_sq = olds[k]->pointer<float>(kExpAvgSqs, 0);
+    tensor.max_exp_avg_sq = olds[k]->pointer<float>(kMaxExpAvgSqs, 0);
+    tensor.new_param = updateds[k]->pointer<float>(updated, 0);
+    tensor.new_exp_avg = updateds[k]->pointer<float>(kExpAvgs, 0);
+    tensor.new_exp_avg_sq = updateds[k]->pointer<float>(kExpAvgSqs, 0);
+    tensor.new_max_exp_avg_sq = updateds[k]->pointer<float>(kMaxExpAvgSqs, 0);
     tensor.step = steps[k];
     tensor.shape = step_shape({olds[k], updateds[k]}, olds[k]->tensors(kGrads)[0], 0);
     set_rounded(tensor, *olds[k], *updateds[k], 0);
