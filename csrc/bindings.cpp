@@ -152,20 +152,15 @@ TensorTable read_table(const std::string& op, const py::sequence& lists, const s
   return table;
 }
 
-ElementType element_type(dlpack::DataType dtype) {
-  if (dtype.code == dlpack::kBFloat) return ElementType::kBFloat16;
-  return dtype.bits == 16 ? ElementType::kFloat16 : ElementType::kFloat32;
-}
-
 cpu::TensorUpdate tensor_update(const TensorTable& old, const TensorTable& updated, std::size_t i,
                                 const UpdateScalars& scalars, long long number) {
   const TensorView& grad = old.tensors(kGrads)[i];
   cpu::TensorUpdate update;
   update.size = grad.size;
   update.grad = grad.data;
-  update.grad_type = element_type(grad.dtype);
+  update.grad_type = grad.type();
   update.weights = updated.weights();
-  update.param_type = element_type(old.tensors(kParams)[i].dtype);
+  update.param_type = old.tensors(kParams)[i].type();
   update.param = old.pointer<void>(kParams, i);
   update.master = old.pointer<void>(kMasters, i);
   update.exp_avg = old.pointer<float>(kExpAvgs, i);
@@ -273,7 +268,7 @@ void analyze(const std::vector<const TensorTable*>& tables, std::size_t list, St
   for (const TensorTable* table : tables) {
     gradients.reserve(gradients.size() + table->tensors(list).size());
     for (const TensorView& grad : table->tensors(list)) {
-      gradients.push_back({grad.size, grad.data, element_type(grad.dtype)});
+      gradients.push_back({grad.size, grad.data, grad.type()});
     }
   }
   const py::gil_scoped_release release;

@@ -17,6 +17,9 @@ struct BFloat16 {
   unsigned short bits;
 };
 
+// The dtypes of parameters and gradients.
+enum ElementType : unsigned char { kFloat32, kFloat16, kBFloat16 };
+
 // How the weights of a tensor are kept.
 enum WeightForm : unsigned char {
   kFloat32Weights,     // the parameter is FP32 itself

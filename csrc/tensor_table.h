@@ -22,6 +22,12 @@ struct TensorView {
   std::int64_t size;   // elements
   std::int64_t bytes;  // of the storage between the first and the last element of a dense tensor
   dlpack::DataType dtype;
+
+  // Of a parameter or a gradient.
+  ElementType type() const {
+    if (dtype.code == dlpack::kBFloat) return kBFloat16;
+    return dtype.bits == 16 ? kFloat16 : kFloat32;
+  }
 };
 
 // 128 bits: two layouts that differ share a fingerprint with a probability of about 2^-128.

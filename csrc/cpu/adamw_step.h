@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../element_types.h"
+#include "../low_precision.h"
 #include "../update_scalars.h"
 
 namespace fused_adamw::cpu {

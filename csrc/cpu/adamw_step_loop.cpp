@@ -2,6 +2,7 @@
 // FUSED_ADAMW_INSTRUCTION_SET naming the namespace. Everything called here is inlined: see adamw_update.h.
 #include "../philox.h"
 #include "adamw_step.h"
+#include "half.h"
 
 // Vectorise without proof that the arrays are disjoint: one iteration reads all its inputs before it writes,
 // and arrays are the same or disjoint, so no iteration depends on another.
@@ -142,7 +143,7 @@ void select_loop(const TensorUpdate& update, std::int64_t begin, std::int64_t en
 
 template <typename Gradient, bool kStochastic>
 void select_master(const TensorUpdate& update, std::int64_t begin, std::int64_t end) {
-  update.param_type == ElementType::kFloat16
+  update.param_type == kFloat16
       ? select_loop<Gradient, MasterWeights<Half, kStochastic>>(update, begin, end)
       : select_loop<Gradient, MasterWeights<BFloat16, kStochastic>>(update, begin, end);
 }
@@ -165,11 +166,11 @@ void select_weights(const TensorUpdate& update, std::int64_t begin, std::int64_t
 
 void update_range(const TensorUpdate& update, std::int64_t begin, std::int64_t end) {
   switch (update.grad_type) {
-    case ElementType::kFloat32:
+    case kFloat32:
       return select_weights<float>(update, begin, end);
-    case ElementType::kFloat16:
+    case kFloat16:
       return select_weights<Half>(update, begin, end);
-    case ElementType::kBFloat16:
+    case kBFloat16:
       return select_weights<BFloat16>(update, begin, end);
   }
 }

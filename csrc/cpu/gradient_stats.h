@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../element_types.h"
 #include "../gradient_stats.h"
+#include "../low_precision.h"
 
 namespace fused_adamw::cpu {
 

@@ -1,6 +1,7 @@
 // The element loop of the CPU analysis. CMakeLists.txt compiles this file once per instruction set, with
 // FUSED_ADAMW_INSTRUCTION_SET naming the namespace. Everything called here is inlined: see adamw_update.h.
 #include "gradient_stats.h"
+#include "half.h"
 #include "lane_sum.h"
 
 namespace fused_adamw::cpu::FUSED_ADAMW_INSTRUCTION_SET {
@@ -54,12 +55,12 @@ StatsRow analyze_elements(const Element* elements, std::int64_t count, float inv
 
 StatsRow analyze_chunk(const Gradient& gradient, std::int64_t begin, std::int64_t end, float inverse_scale) {
   switch (gradient.type) {
-    case ElementType::kFloat16:
+    case kFloat16:
       return analyze_elements(static_cast<const Half*>(gradient.data) + begin, end - begin, inverse_scale);
-    case ElementType::kBFloat16:
+    case kBFloat16:
       return analyze_elements(static_cast<const BFloat16*>(gradient.data) + begin, end - begin,
                               inverse_scale);
-    case ElementType::kFloat32:
+    case kFloat32:
       break;
   }
   return analyze_elements(static_cast<const float*>(gradient.data) + begin, end - begin, inverse_scale);

@@ -5,6 +5,8 @@
 // a captured graph replays it as it is.
 #pragma once
 
+#include "low_precision.h"
+
 namespace fused_adamw::cuda {
 
 constexpr int kThreads = 256;
@@ -24,8 +26,6 @@ constexpr int kMaxParameterBytes = 32764;
 // Groups of different options that share a launch: enough for what models have, at 4 % of the table.
 constexpr int kMaxGroups = 16;
 
-enum ElementCode : unsigned char { kFloat32, kFloat16, kBFloat16 };
-
 enum ScalarCode : int { kOnHost, kDeviceFloat32, kDeviceFloat64, kDeviceInt64, kDeviceBool };
 
 // A number that the host knows, or one that lies on the device.
@@ -37,7 +37,7 @@ struct Scalar {
 
 struct TensorShape {
   long long size;  // elements
-  ElementCode grad;
+  ElementType grad;
   bool vectorised;       // all pointers allow 16-byte accesses (8 bytes for 16-bit elements)
   unsigned short group;  // of a step: which of the launch's options
 };
@@ -72,7 +72,7 @@ struct RoundedParam {
   const void* old_param;
   void* new_param;
   unsigned long long rounding_seed;  // of kStochasticWeights
-  ElementCode type;
+  ElementType type;
 };
 
 struct InPlaceMasterTensor : InPlaceTensor {

@@ -11,11 +11,6 @@
 namespace fused_adamw::cuda {
 namespace {
 
-ElementCode element_code(dlpack::DataType dtype) {
-  if (dtype.code == dlpack::kBFloat) return kBFloat16;
-  return dtype.bits == 16 ? kFloat16 : kFloat32;
-}
-
 bool aligned(const void* pointer, std::uintptr_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
 }
@@ -28,7 +23,7 @@ bool allows_four(const TensorView& tensor) {
 TensorShape shape_of(const TensorView& grad) {
   TensorShape shape = {};
   shape.size = grad.size;
-  shape.grad = element_code(grad.dtype);
+  shape.grad = grad.type();
   shape.vectorised = allows_four(grad);
   return shape;
 }
@@ -143,7 +138,7 @@ void set_rounded(OutOfPlaceTensor&, const TensorTable&, const TensorTable&, std:
 template <typename MasterTensor>
 void set_rounded(MasterTensor& tensor, const TensorTable& old, const TensorTable& updated, std::size_t i) {
   tensor.rounded = {old.pointer<void>(kParams, i), updated.pointer<void>(kParams, i),
-                    updated.rounding_seed(i), element_code(old.tensors(kParams)[i].dtype)};
+                    updated.rounding_seed(i), old.tensors(kParams)[i].type()};
 }
 
 template <typename Tensor>

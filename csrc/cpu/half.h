@@ -1,11 +1,9 @@
-// The dtypes of gradients and parameters, and the exact conversion of float16 to FP32 on the host.
+// The exact conversion of float16 to FP32 on the host; CUDA has instructions for it.
 #pragma once
 
-#include "low_precision.h"
+#include "../low_precision.h"
 
 namespace fused_adamw {
-
-enum class ElementType : unsigned char { kFloat32, kFloat16, kBFloat16 };
 
 // Integer and FP32 operations only, without a branch or a table, so that it vectorises on every
 // instruction set, baseline x86-64 included. Exact for all 65,536 values (a NaN stays a NaN).
