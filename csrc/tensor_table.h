@@ -93,6 +93,23 @@ class TensorTable {
   Fingerprint layout_;
 };
 
+// The gradient and the moments that the update of tensor i of a step reads, into a backend's struct for it.
+template <typename Arrays>
+void set_read_arrays(Arrays& arrays, const TensorTable& table, std::size_t i) {
+  arrays.grad = table.pointer<void>(kGrads, i);
+  arrays.exp_avg = table.pointer<float>(kExpAvgs, i);
+  arrays.exp_avg_sq = table.pointer<float>(kExpAvgSqs, i);
+  arrays.max_exp_avg_sq = table.pointer<float>(kMaxExpAvgSqs, i);
+}
+
+// The moments that it writes.
+template <typename Arrays>
+void set_written_moments(Arrays& arrays, const TensorTable& table, std::size_t i) {
+  arrays.new_exp_avg = table.pointer<float>(kExpAvgs, i);
+  arrays.new_exp_avg_sq = table.pointer<float>(kExpAvgSqs, i);
+  arrays.new_max_exp_avg_sq = table.pointer<float>(kMaxExpAvgSqs, i);
+}
+
 struct TensorPosition {
   std::size_t table;
   std::size_t list;

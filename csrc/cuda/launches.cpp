@@ -152,10 +152,7 @@ void update_in_place(const Launcher& launcher, const std::vector<const TensorTab
     for (std::size_t i = 0; i < table.tensors(kParams).size(); ++i) {
       Tensor tensor;
       tensor.param = table.pointer<float>(updated, i);
-      tensor.grad = table.pointer<void>(kGrads, i);
-      tensor.exp_avg = table.pointer<float>(kExpAvgs, i);
-      tensor.exp_avg_sq = table.pointer<float>(kExpAvgSqs, i);
-      tensor.max_exp_avg_sq = table.pointer<float>(kMaxExpAvgSqs, i);
+      set_read_arrays(tensor, table, i);
       tensor.step = table.pointer<float>(kStateSteps, i);
       tensor.shape = step_shape({&table}, table.tensors(kGrads)[i], i);
       set_rounded(tensor, table, table, i);
@@ -174,14 +171,9 @@ void update_out_of_place(const Launcher& launcher, const std::vector<const Tenso
   for (std::size_t k = 0; k < olds.size(); ++k) {
     Tensor tensor;
     tensor.param = olds[k]->pointer<float>(updated, 0);
-    tensor.grad = olds[k]->pointer<void>(kGrads, 0);
-    tensor.exp_avg = olds[k]->pointer<float>(kExpAvgs, 0);
-    tensor.exp_avg_sq = olds[k]->pointer<float>(kExpAvgSqs, 0);
-    tensor.max_exp_avg_sq = olds[k]->pointer<float>(kMaxExpAvgSqs, 0);
+    set_read_arrays(tensor, *olds[k], 0);
     tensor.new_param = updateds[k]->pointer<float>(updated, 0);
-    tensor.new_exp_avg = updateds[k]->pointer<float>(kExpAvgs, 0);
-    tensor.new_exp_avg_sq = updateds[k]->pointer<float>(kExpAvgSqs, 0);
-    tensor.new_max_exp_avg_sq = updateds[k]->pointer<float>(kMaxExpAvgSqs, 0);
+    set_written_moments(tensor, *updateds[k], 0);
     tensor.step = steps[k];
     tensor.shape = step_shape({olds[k], updateds[k]}, olds[k]->tensors(kGrads)[0], 0);
     set_rounded(tensor, *olds[k], *updateds[k], 0);
