@@ -38,20 +38,31 @@ _STREAMED = (
     "*reinterpret_cast<float4*>(target) = make_float4(values[0], values[1], values[2], values[3]);",
     "__stcs(reinterpret_cast<float4*>(target), make_float4(values[0], values[1], values[2], values[3]));",
 )
+
+
+def _shape(passes: int, blocks: int) -> list[Replacement]:
+    return [
+        ("#define FUSED_ADAMW_PASSES 2", f"#define FUSED_ADAMW_PASSES {passes}"),
+        ("  if (kStepPasses == 1) return amsgrad ? 5 : 6;", f"  return {blocks};"),
+    ]
+
+
 STEPS: dict[str, list[Replacement]] = {
     **{
-        f"{passes * 1024} elements, {blocks} blocks": [
-            ("#define FUSED_ADAMW_PASSES 2", f"#define FUSED_ADAMW_PASSES {passes}"),
-            ("return in_place && !amsgrad ? 4 : 3;", f"return in_place && !amsgrad ? {blocks} : 3;"),
-        ]
+        f"{passes * 1024} elements, {blocks} blocks": _shape(passes, blocks)
         for passes, blocks in ((1, 4), (1, 5), (1, 6), (2, 2), (2, 3), (2, 4), (4, 1), (4, 2))
     },
-    "addresses kept": [('asm volatile("" : "+r"(index) : : "memory");', 'asm volatile("" : : : "memory");')],
-    "streaming stores": [_STREAMED],
+    "addresses kept": [
+        *_shape(1, 6),
+        ('asm volatile("" : "+r"(index) : : "memory");', 'asm volatile("" : : : "memory");'),
+    ],
+    "streaming stores": [*_shape(1, 6), _STREAMED],
     "streaming loads": [
-        ("*reinterpret_cast<const float4*>(source);", "__ldcs(reinterpret_cast<const float4*>(source));")
+        *_shape(1, 6),
+        ("*reinterpret_cast<const float4*>(source);", "__ldcs(reinterpret_cast<const float4*>(source));"),
     ],
     "streaming stores and loads": [
+        *_shape(1, 6),
         _STREAMED,
         ("*reinterpret_cast<const float4*>(source);", "__ldcs(reinterpret_cast<const float4*>(source));"),
     ],
@@ -97,8 +108,10 @@ def variants(sizes: Sequence[int], dtype: torch.dtype) -> dict[str, Callable[[],
     group = _C.CudaGroupSettings(1e-3, 0.9, 0.999, 0.01, 1e-8, False)
     settings = _C.CudaStepSettings(1.0, 0.0, 1.0, None, -1.0, 1e-6)
     variant = cuda_kernels.StepVariant(in_place=True, amsgrad=False, weights="float32")
+    # How many passes is a variant's matter here.
+    definitions = tuple(option for option in variant.definitions() if "PASSES" not in option)
     for name, replacements in STEPS.items():
-        module = compiled(cuda_kernels.STEP, replacements, variant.definitions())
+        module = compiled(cuda_kernels.STEP, replacements, definitions)
         calls[f"step: {name}"] = call(_C.cuda_step_in_place, module, [table], [group], settings)
     return calls
 

@@ -455,7 +455,7 @@ PYBIND11_MODULE(_C, m) {
              return std::make_unique<cuda::Module>(device, static_cast<std::string>(cubin),
                                                    elements_per_step_block);
            }),
-           py::arg("device"), py::arg("cubin"), py::arg("elements_per_step_block") = cuda::kElementsPerBlock);
+           py::arg("device"), py::arg("cubin"), py::arg("elements_per_step_block"));
   py::class_<cuda::UploadingModule, cuda::Launcher>(m, "CudaUploadingModule")
       .def(py::init(&uploading_module), py::arg("device"), py::arg("allocate"))
       .def(

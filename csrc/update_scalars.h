@@ -17,15 +17,24 @@ struct StepOptions {
   bool maximize;
 };
 
-// beta^t by repeated squaring. Multiplications only, each rounded once: the last bit of pow() differs
-// between math libraries, and host and device must agree.
-FUSED_ADAMW_FUNCTION double beta_power(double beta, long long t) {
-  double power = 1.0;
+struct BetaPowers {
+  double beta1;
+  double beta2;
+};
+
+// beta1^t and beta2^t by repeated squaring, side by side: on CUDA a block waits for them. Multiplications
+// only, each rounded once: the last bit of pow() differs between math libraries, and host and device must
+// agree.
+FUSED_ADAMW_FUNCTION BetaPowers beta_powers(double beta1, double beta2, long long t) {
+  BetaPowers powers = {1.0, 1.0};
   for (; t > 0; t >>= 1) {
-    if (t & 1) power *= beta;
-    beta *= beta;
+    const bool odd = (t & 1) != 0;
+    powers.beta1 *= odd ? beta1 : 1.0;
+    powers.beta2 *= odd ? beta2 : 1.0;
+    beta1 *= beta1;
+    beta2 *= beta2;
   }
-  return power;
+  return powers;
 }
 
 // What gradients that were multiplied by `grad_scale` are multiplied by: its reciprocal in FP32.
@@ -36,6 +45,7 @@ FUSED_ADAMW_FUNCTION float inverse_grad_scale(double grad_scale) {
 // The scalars of update number `t` (1 for the first).
 FUSED_ADAMW_FUNCTION UpdateScalars update_scalars(const StepOptions& options, long long t) {
   const float inverse_scale = inverse_grad_scale(options.grad_scale);
+  const BetaPowers powers = beta_powers(options.beta1, options.beta2, t);
   UpdateScalars scalars;
   scalars.inverse_scale = options.maximize ? -inverse_scale : inverse_scale;
   // A clip below the normal numbers would lose its bits in float32; the product with a power of two that
@@ -47,8 +57,8 @@ FUSED_ADAMW_FUNCTION UpdateScalars update_scalars(const StepOptions& options, lo
   scalars.beta1_complement = static_cast<float>(1.0 - options.beta1);
   scalars.beta2 = static_cast<float>(options.beta2);
   scalars.beta2_complement = static_cast<float>(1.0 - options.beta2);
-  scalars.step_size = static_cast<float>(options.lr / (1.0 - beta_power(options.beta1, t)));
-  scalars.rsqrt_bias2 = static_cast<float>(1.0 / FUSED_ADAMW_SQRT_DOUBLE(1.0 - beta_power(options.beta2, t)));
+  scalars.step_size = static_cast<float>(options.lr / (1.0 - powers.beta1));
+  scalars.rsqrt_bias2 = static_cast<float>(1.0 / FUSED_ADAMW_SQRT_DOUBLE(1.0 - powers.beta2));
   scalars.eps = static_cast<float>(options.eps);
   return scalars;
 }

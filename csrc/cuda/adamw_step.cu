@@ -1,10 +1,10 @@
 // The AdamW / AMSGrad step: 28 bytes per parameter (36 with AMSGrad), 2 fewer for 16-bit gradients.
 //
-// A block of 256 threads updates 2048 elements of one tensor, twice four neighbours a thread, by 16-byte
-// accesses where the pointers allow. While its elements are under way, one thread forms the scalars of the
-// tensor in float64 (bias corrections, clip coefficient) from what lies on the device: nothing is read back,
-// and a replayed graph counts on. The last block of a tensor to finish advances its step counter, when all
-// have read it.
+// A block of 256 threads updates 1024 or 2048 elements of one tensor, once or twice four neighbours a thread,
+// by 16-byte accesses where the pointers allow. While its elements are under way, one thread forms the
+// scalars of the tensor in float64 (bias corrections, clip coefficient) from what lies on the device: nothing
+// is read back, and a replayed graph counts on. The last block of a tensor to finish advances its step
+// counter, when all have read it.
 #include "device_support.cuh"
 #include "gradient_stats.h"
 #include "philox.h"
@@ -451,8 +451,10 @@ __device__ __forceinline__ void step(
 }
 
 // How many blocks are to fit on a multiprocessor, which limits a thread's registers: as many as have enough
-// of them. Four on Hopper have 128 KB of loads under way.
+// of them. A block waits for its scalars as long as for its elements, so the others have to keep the memory
+// busy.
 __device__ constexpr int blocks_per_processor(bool in_place, bool amsgrad) {
+  if (kStepPasses == 1) return amsgrad ? 5 : 6;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
   return in_place && !amsgrad ? 4 : 3;
 #else
@@ -465,7 +467,7 @@ __device__ constexpr int blocks_per_processor(bool in_place, bool amsgrad) {
 using namespace fused_adamw;
 
 // One variant a compilation: FUSED_ADAMW_IN_PLACE and FUSED_ADAMW_AMSGRAD are bools, FUSED_ADAMW_WEIGHTS is a
-// WeightForm. A step needs one or two of them, and each takes 40 ms to compile.
+// WeightForm, FUSED_ADAMW_PASSES a number. A step needs one or two of them, and each takes 40 ms to compile.
 extern "C" __global__ void __launch_bounds__(cuda::kThreads, cuda::blocks_per_processor(FUSED_ADAMW_IN_PLACE,
                                                                                         FUSED_ADAMW_AMSGRAD))
     adamw_step(const __grid_constant__

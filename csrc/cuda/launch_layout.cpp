@@ -98,6 +98,7 @@ std::map<std::string, long long> launch_layout() {
       FUSED_ADAMW_OFFSET(AnalyzeParameters, index.first),
       {"AnalyzeParameters.capacity", kMaxGradients},
       FUSED_ADAMW_SIZE(MergeParameters),
+      FUSED_ADAMW_CONSTANT(kElementsPerPass),
       FUSED_ADAMW_CONSTANT(kElementsPerBlock),
       FUSED_ADAMW_CONSTANT(kElementsPerRow),
       FUSED_ADAMW_CONSTANT(kLanes),

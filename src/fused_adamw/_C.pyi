@@ -151,7 +151,7 @@ class CudaRecorder(CudaLauncher):
 class CudaModule(CudaLauncher):
     """Kernels of one cubin, loaded on one device for the life of the process."""
 
-    def __init__(self, device: int, cubin: bytes, elements_per_step_block: int = ...) -> None: ...
+    def __init__(self, device: int, cubin: bytes, elements_per_step_block: int) -> None: ...
 
 class CudaUploadingModule(CudaLauncher):
     """Kernels that take their parameters by pointer; ``allocate`` returns a tensor of so many bytes."""
