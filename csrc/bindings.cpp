@@ -442,7 +442,7 @@ PYBIND11_MODULE(_C, m) {
       .def("__exit__", [](RelaxedCaptureScope& self, const py::args&) { self.relaxed.reset(); });
   py::class_<cuda::Launcher>(m, "CudaLauncher");
   py::class_<cuda::Recorder, cuda::Launcher>(m, "CudaRecorder")
-      .def(py::init<>())
+      .def(py::init<unsigned>(), py::arg("resident_blocks") = 0)
       .def_property_readonly("launches", [](const cuda::Recorder& self) {
         std::vector<std::tuple<std::string, unsigned, py::bytes>> launches;
         for (const auto& launch : self.launches()) {
@@ -451,11 +451,10 @@ PYBIND11_MODULE(_C, m) {
         return launches;
       });
   py::class_<cuda::Module, cuda::Launcher>(m, "CudaModule")
-      .def(py::init([](int device, const py::bytes& cubin, int elements_per_step_block) {
-             return std::make_unique<cuda::Module>(device, static_cast<std::string>(cubin),
-                                                   elements_per_step_block);
+      .def(py::init([](int device, const py::bytes& cubin, int rounds) {
+             return std::make_unique<cuda::Module>(device, static_cast<std::string>(cubin), rounds);
            }),
-           py::arg("device"), py::arg("cubin"), py::arg("elements_per_step_block"));
+           py::arg("device"), py::arg("cubin"), py::arg("rounds") = 0);
   py::class_<cuda::UploadingModule, cuda::Launcher>(m, "CudaUploadingModule")
       .def(py::init(&uploading_module), py::arg("device"), py::arg("allocate"))
       .def(

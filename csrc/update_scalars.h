@@ -42,17 +42,22 @@ FUSED_ADAMW_FUNCTION float inverse_grad_scale(double grad_scale) {
   return 1.0f / static_cast<float>(grad_scale);
 }
 
+// What the gradients are to be multiplied by besides, at most 1.
+FUSED_ADAMW_FUNCTION void set_clip(UpdateScalars& scalars, double clip) {
+  // A clip below the normal numbers would lose its bits in float32; the product with a power of two that
+  // follows does not. 2^126 keeps the first factor below 1, so that no gradient overflows in between.
+  const bool tiny = clip < 0x1.0p-126;
+  scalars.clip = static_cast<float>(tiny ? clip * 0x1.0p126 : clip);
+  scalars.clip_scale = tiny ? 0x1.0p-126f : 1.0f;
+}
+
 // The scalars of update number `t` (1 for the first).
 FUSED_ADAMW_FUNCTION UpdateScalars update_scalars(const StepOptions& options, long long t) {
   const float inverse_scale = inverse_grad_scale(options.grad_scale);
   const BetaPowers powers = beta_powers(options.beta1, options.beta2, t);
   UpdateScalars scalars;
   scalars.inverse_scale = options.maximize ? -inverse_scale : inverse_scale;
-  // A clip below the normal numbers would lose its bits in float32; the product with a power of two that
-  // follows does not. 2^126 keeps the first factor below 1, so that no gradient overflows in between.
-  const bool tiny = options.clip < 0x1.0p-126;
-  scalars.clip = static_cast<float>(tiny ? options.clip * 0x1.0p126 : options.clip);
-  scalars.clip_scale = tiny ? 0x1.0p-126f : 1.0f;
+  set_clip(scalars, options.clip);
   scalars.decay = static_cast<float>(1.0 - options.lr * options.weight_decay);
   scalars.beta1_complement = static_cast<float>(1.0 - options.beta1);
   scalars.beta2 = static_cast<float>(options.beta2);

@@ -25,7 +25,7 @@ triton = pytest.importorskip("triton", reason="blocked: Triton is not installed"
 ARCHITECTURES = (80, 90, 100, 120)
 
 # Accesses of a thread to each array of a block: 256 threads of four elements.
-PASSES = CUDA_LAYOUT["kElementsPerBlock"] // 1024
+PASSES = CUDA_LAYOUT["kElementsPerProgram"] // 1024
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{

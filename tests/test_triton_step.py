@@ -41,7 +41,7 @@ from triton_interpreter import Interpreter, assert_same_lists, clones
 
 ops = torch.ops.fused_adamw
 
-BLOCK = CUDA_LAYOUT["kElementsPerBlock"]
+BLOCK = CUDA_LAYOUT["kElementsPerProgram"]
 SIZES = (1, 31, 32, 33, 127, 255, 256, 257, 1023, 1024, 1025, BLOCK - 1, BLOCK, BLOCK + 1, 4097, 16385)
 NO_AMP = AmpTensors(None, None)
 

@@ -57,23 +57,18 @@ struct TensorOf<false, kFloat32Weights> {
   using type = OutOfPlaceTensor;
 };
 
-// Whether nothing is to be updated; else the options with the values that lie on the device.
-__device__ __forceinline__ bool read_options(const StepSettings& settings, const GroupSettings& group,
-                                             StepOptions& options) {
-  options = {read(group.lr), read(group.beta1),         read(group.beta2), group.weight_decay,
-             group.eps,      read(settings.grad_scale), settings.clip,     group.maximize};
-  bool skip = read(settings.found_inf) != 0.0;
+// The options with the values that lie on the device; the clip coefficient of the report comes later.
+__device__ __forceinline__ StepOptions read_options(const StepSettings& settings,
+                                                    const GroupSettings& group) {
+  return {read(group.lr), read(group.beta1),         read(group.beta2), group.weight_decay,
+          group.eps,      read(settings.grad_scale), settings.clip,     group.maximize};
+}
+
+// Whether nothing is to be updated, whatever the report says.
+__device__ __forceinline__ bool skips(const StepSettings& settings, const StepOptions& options) {
   // The host refuses such a scale where it can see it.
   const float inverse = inverse_grad_scale(options.grad_scale);
-  skip |= !(inverse > 0.0f && inverse < __int_as_float(0x7f800000));
-  if (settings.report != nullptr) {
-    const StatsRow report = {settings.report[0], settings.report[1], settings.report[2]};
-    skip |= report.nonfinite != 0.0f;
-    if (settings.max_norm >= 0.0) {
-      options.clip = clip_coefficient(report, settings.max_norm, settings.norm_epsilon);
-    }
-  }
-  return skip;
+  return !(inverse > 0.0f && inverse < __int_as_float(0x7f800000)) || read(settings.found_inf) != 0.0;
 }
 
 // What thread 0 forms for its block.
@@ -83,17 +78,19 @@ struct BlockScalars {
   bool skip;
 };
 
-// Four elements of a thread that are all there, and that one access reaches.
+// Four elements of a thread that are all there, and that one access reaches. Where its block begins is the
+// same for all threads: kept apart, it and the pointers take registers that a warp shares.
 struct WholeQuad {
-  long long first;
+  long long first_of_block;
+  unsigned lane;
 
   template <typename Element>
   __device__ __forceinline__ void load(Packed<Element>& packed, const Element* source) const {
-    packed.load(source + first);
+    packed.load(source + first_of_block + lane);
   }
   template <typename Element>
   __device__ __forceinline__ void store(Element* target, const Element (&values)[4]) const {
-    store4(target + first, values);
+    store4(target + first_of_block + lane, values);
   }
 };
 
@@ -275,7 +272,8 @@ struct Weights<kSplitWeights> {
   }
 };
 
-// Four elements of a thread. `Tensor` is OutOfPlaceTensor or OutOfPlaceMasterTensor.
+// Four elements of a thread. `Tensor` is OutOfPlaceTensor or OutOfPlaceMasterTensor, `first` the first
+// element of the block's round.
 template <typename Gradient, bool kAmsgrad, WeightForm kForm>
 struct Quad {
   Packed<Gradient> grad;
@@ -288,9 +286,9 @@ struct Quad {
   __device__ __forceinline__ void load(const Tensor& tensor, long long first, bool has_state) {
     // All accesses in one branch or the other, here and below, so that they are under way together.
     if (is_whole(tensor, first)) {
-      load_at(tensor, WholeQuad{first}, has_state);
+      load_at(tensor, WholeQuad{first, lane()}, has_state);
     } else {
-      load_at(tensor, PartialQuad{first, tensor.shape.size}, has_state);
+      load_at(tensor, PartialQuad{first + lane(), tensor.shape.size}, has_state);
     }
   }
 
@@ -311,9 +309,9 @@ struct Quad {
       max_exp_avg_sq[k] = element.max_exp_avg_sq;
     }
     if (is_whole(tensor, first)) {
-      store_at(tensor, WholeQuad{first}, first, shared);
+      store_at(tensor, WholeQuad{first, lane()}, first, shared);
     } else {
-      store_at(tensor, PartialQuad{first, tensor.shape.size}, first, shared);
+      store_at(tensor, PartialQuad{first + lane(), tensor.shape.size}, first, shared);
     }
   }
 
@@ -322,15 +320,16 @@ struct Quad {
   __device__ __forceinline__ void copy(const Tensor& tensor, long long first, bool has_state) {
     unpack_state();
     if (is_whole(tensor, first)) {
-      copy_at(tensor, WholeQuad{first}, has_state);
+      copy_at(tensor, WholeQuad{first, lane()}, has_state);
     } else {
-      copy_at(tensor, PartialQuad{first, tensor.shape.size}, has_state);
+      copy_at(tensor, PartialQuad{first + lane(), tensor.shape.size}, has_state);
     }
   }
 
  private:
+  static __device__ __forceinline__ unsigned lane() { return threadIdx.x * kElementsPerThread; }
   static __device__ __forceinline__ bool is_whole(const OutOfPlaceTensor& tensor, long long first) {
-    return tensor.shape.vectorised && first + 4 <= tensor.shape.size;
+    return tensor.shape.vectorised && first + lane() + kElementsPerThread <= tensor.shape.size;
   }
   template <typename Tensor, typename Place>
   __device__ __forceinline__ void load_at(const Tensor& tensor, const Place& place, bool has_state) {
@@ -346,7 +345,7 @@ struct Quad {
   template <typename Tensor, typename Place>
   __device__ __forceinline__ void store_at(const Tensor& tensor, const Place& place, long long first,
                                            const BlockScalars& shared) const {
-    weights4.store(tensor, place, first, shared, weights);
+    weights4.store(tensor, place, first + lane(), shared, weights);
     store_state(tensor, place);
   }
   template <typename Tensor, typename Place>
@@ -367,41 +366,45 @@ struct Quad {
   }
 };
 
-// The first element of this thread.
+// The first element of this block in a round.
 template <typename Tensor>
-__device__ __forceinline__ long long first_element(const StepParameters<Tensor>& parameters, int index) {
+__device__ __forceinline__ long long first_element(const StepParameters<Tensor>& parameters, int index,
+                                                   int round) {
   const long long block = blockIdx.x - parameters.index.first[index];
-  return block * kElementsPerBlock + threadIdx.x * kElementsPerThread;
+  return (block * parameters.rounds + round) * kElementsPerRound;
 }
 
 template <typename Gradient, bool kInPlace, bool kAmsgrad, WeightForm kForm, typename Tensor>
 __device__ __forceinline__ void update_block(const StepParameters<Tensor>& parameters, int index,
                                              const BlockScalars& shared) {
-  Quad<Gradient, kAmsgrad, kForm> quads[kStepPasses];
-  {
-    const auto tensor = arrays(parameters.tensors[index]);
-    const long long first = first_element(parameters, index);
-#pragma unroll
-    for (int i = 0; i < kStepPasses; ++i) {
-      quads[i].load(tensor, first + i * kElementsPerPass, kInPlace || tensor.exp_avg != nullptr);
+  int round = 0;
+#pragma unroll 1
+  do {
+    // The scalars and the addresses are read anew here and below: kept while the elements are under way, they
+    // would take some twenty registers.
+    const auto forget = [&] { asm volatile("" : "+r"(index) : : "memory"); };
+    Quad<Gradient, kAmsgrad, kForm> quad;
+    forget();
+    {
+      const auto tensor = arrays(parameters.tensors[index]);
+      quad.load(tensor, first_element(parameters, index, round), kInPlace || tensor.exp_avg != nullptr);
     }
-  }
-  __syncthreads();
-  if (kInPlace && shared.skip) return;
-#pragma unroll
-  for (int i = 0; i < kStepPasses; ++i) {
-    // The scalars and the addresses are read anew: kept while the elements are under way, they would take
-    // some twenty registers.
-    asm volatile("" : "+r"(index) : : "memory");
+    if (round == 0) {
+      __syncthreads();
+      if (kInPlace && shared.skip) return;
+    }
+    forget();
     const auto tensor = arrays(parameters.tensors[index]);
-    const long long first = first_element(parameters, index) + i * kElementsPerPass;
+    const long long first = first_element(parameters, index, round);
     const bool has_state = kInPlace || tensor.exp_avg != nullptr;
     if (!kInPlace && shared.skip) {
-      quads[i].copy(tensor, first, has_state);
+      quad.copy(tensor, first, has_state);
     } else {
-      quads[i].update(tensor, first, has_state, shared);
+      quad.update(tensor, first, has_state, shared);
     }
-  }
+    ++round;
+  } while (round < parameters.rounds &&
+           first_element(parameters, index, round) < parameters.tensors[index].shape.size);
 }
 
 // The end of a block's work in place: the last block of a tensor advances its counter, when all have read it.
@@ -411,8 +414,8 @@ __device__ __forceinline__ void finish(const StepParameters<Tensor>& parameters,
   // Searched for again: kept until here, it would cost the elements registers.
   const int index = find_tensor(parameters.index, blockIdx.x);
   const Tensor& tensor = parameters.tensors[index];
-  const unsigned blocks =
-      static_cast<unsigned>((tensor.shape.size + kElementsPerBlock - 1) / kElementsPerBlock);
+  const unsigned next = index + 1 < kMaxTensors<Tensor> ? parameters.index.first[index + 1] : kNoBlock;
+  const unsigned blocks = min(next, gridDim.x) - parameters.index.first[index];
   unsigned& finished = finished_blocks[parameters.slot + index];
   if (atomicAdd(&finished, 1u) + 1u != blocks) return;
   finished = 0;
@@ -427,14 +430,22 @@ __device__ __forceinline__ void step(
   // Before this warp's loads, or the float64 values would take registers beside the elements; the seven other
   // warps do not wait for it to ask for theirs. (A prefetch for it gained nothing.)
   if (threadIdx.x == 0) {
-    // The other threads may load what they update at once: the launches before this one only read it. They
-    // write after the barrier that this thread comes to.
-    wait_for_previous();
+    const StepSettings& settings = parameters.settings;
     const auto& tensor = parameters.tensors[index];
-    StepOptions options;
-    shared.skip = read_options(parameters.settings, parameters.groups[tensor.shape.group], options);
+    const StepOptions options = read_options(settings, parameters.groups[tensor.shape.group]);
+    shared.skip = skips(settings, options);
     shared.update_number = steps_done(tensor) + 1;
     shared.scalars = update_scalars(options, shared.update_number);
+    // What this and the other threads read before, the launches before this one only read as well. Elements
+    // are written after the barrier that this thread comes to.
+    wait_for_previous();
+    if (settings.report != nullptr) {
+      const StatsRow report = {settings.report[0], settings.report[1], settings.report[2]};
+      shared.skip |= report.nonfinite != 0.0f;
+      if (settings.max_norm >= 0.0) {
+        set_clip(shared.scalars, clip_coefficient(report, settings.max_norm, settings.norm_epsilon));
+      }
+    }
   }
   asm volatile("" : "+r"(index));  // no address of an element is to be formed before, for the same reason
   switch (parameters.tensors[index].shape.grad) {
@@ -454,12 +465,8 @@ __device__ __forceinline__ void step(
 // of them. A block waits for its scalars as long as for its elements, so the others have to keep the memory
 // busy.
 __device__ constexpr int blocks_per_processor(bool in_place, bool amsgrad) {
-  if (kStepPasses == 1) return amsgrad ? 5 : 6;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-  return in_place && !amsgrad ? 4 : 3;
-#else
-  return amsgrad ? 2 : 3;
-#endif
+  if (!amsgrad) return kStepsPerProcessor;
+  return kStepsPerProcessor - (in_place ? 1 : 2);
 }
 
 }  // namespace fused_adamw::cuda
@@ -467,7 +474,7 @@ __device__ constexpr int blocks_per_processor(bool in_place, bool amsgrad) {
 using namespace fused_adamw;
 
 // One variant a compilation: FUSED_ADAMW_IN_PLACE and FUSED_ADAMW_AMSGRAD are bools, FUSED_ADAMW_WEIGHTS is a
-// WeightForm, FUSED_ADAMW_PASSES a number. A step needs one or two of them, and each takes 40 ms to compile.
+// WeightForm. A step needs one or two of them, and each takes 40 ms to compile.
 extern "C" __global__ void __launch_bounds__(cuda::kThreads, cuda::blocks_per_processor(FUSED_ADAMW_IN_PLACE,
                                                                                         FUSED_ADAMW_AMSGRAD))
     adamw_step(const __grid_constant__

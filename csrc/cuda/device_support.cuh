@@ -89,6 +89,14 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Lets the launch after this one begin when all blocks of this one have got here, if it is
+// Start::kOverlapping.
+__device__ __forceinline__ void release_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 __device__ __forceinline__ double read(const Scalar& scalar) {
   switch (scalar.code) {
     case kDeviceFloat32:

@@ -9,6 +9,7 @@ namespace {
 
 // The part of the driver's ABI that is used here (cuda.h); handles are pointers, results and devices ints.
 constexpr int kSuccess = 0;
+constexpr int kMultiprocessorCount = 16;
 constexpr int kComputeCapabilityMajor = 75;
 constexpr int kComputeCapabilityMinor = 76;
 constexpr int kCaptureModeRelaxed = 2;
@@ -94,6 +95,13 @@ int device_handle(int device) {
   return handle;
 }
 
+int device_attribute(int device, int attribute) {
+  int value = 0;
+  check(driver(), driver().device_attribute(&value, attribute, device_handle(device)),
+        "cuDeviceGetAttribute");
+  return value;
+}
+
 class ContextScope {
  public:
   explicit ContextScope(void* context) {
@@ -108,12 +116,8 @@ class ContextScope {
 }  // namespace
 
 int compute_capability(int device) {
-  const int handle = device_handle(device);
-  int major = 0;
-  int minor = 0;
-  check(driver(), driver().device_attribute(&major, kComputeCapabilityMajor, handle), "cuDeviceGetAttribute");
-  check(driver(), driver().device_attribute(&minor, kComputeCapabilityMinor, handle), "cuDeviceGetAttribute");
-  return 10 * major + minor;
+  return 10 * device_attribute(device, kComputeCapabilityMajor) +
+         device_attribute(device, kComputeCapabilityMinor);
 }
 
 int driver_version() {
@@ -128,9 +132,11 @@ RelaxedCapture::RelaxedCapture() : mode_(kCaptureModeRelaxed) {
 
 RelaxedCapture::~RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
 
-Module::Module(int device, const std::string& image, int elements_per_step_block)
+Module::Module(int device, const std::string& image, int fixed_rounds)
     : device_(device),
-      elements_per_step_block_(elements_per_step_block),
+      fixed_rounds_(fixed_rounds),
+      resident_blocks_(static_cast<unsigned>(device_attribute(device, kMultiprocessorCount)) *
+                       kStepsPerProcessor),
       can_overlap_(compute_capability(device) >= 90 && driver_version() >= 12030) {
   const RelaxedCapture relaxed;
   check(driver(), driver().primary_context(&context_, device_handle(device)), "cuDevicePrimaryCtxRetain");

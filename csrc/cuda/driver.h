@@ -37,7 +37,8 @@ class RelaxedCapture {
 // live as long as the process: unloading would have to wait for every launch and captured graph.
 class Module : public Launcher {
  public:
-  Module(int device, const std::string& image, int elements_per_step_block = kElementsPerBlock);
+  // `fixed_rounds`: as the launcher tells them.
+  Module(int device, const std::string& image, int fixed_rounds = 0);
 
   // One launch; arguments[i] points to the kernel's parameter i. Throws DriverError; nothing has run then.
   void run(const char* kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, Stream stream,
@@ -51,14 +52,17 @@ class Module : public Launcher {
 
   int device() const override { return device_; }
 
-  int elements_per_step_block() const override { return elements_per_step_block_; }
+  int fixed_rounds() const override { return fixed_rounds_; }
+
+  unsigned resident_blocks() const override { return resident_blocks_; }
 
   // The address of a variable on the device.
   void* global(const char* name) const;
 
  private:
   int device_;
-  int elements_per_step_block_;
+  int fixed_rounds_;
+  unsigned resident_blocks_;
   bool can_overlap_;  // launches, from compute capability 9.0 and CUDA 12.3 (in captured graphs) on
   void* context_ = nullptr;
   void* module_ = nullptr;

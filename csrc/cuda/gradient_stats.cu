@@ -21,7 +21,7 @@ constexpr int kAnalysesPerProcessor = 4;
 constexpr int kAnalysesPerProcessor = 1;
 #endif
 
-static_assert(kElementsPerPass == kLanes, "a thread keeps four lanes");
+static_assert(kElementsPerRound == kLanes, "a thread keeps four lanes");
 
 struct LaneSums {
   double squares[4];
@@ -29,11 +29,15 @@ struct LaneSums {
   bool nonfinite;
 };
 
+// `kAllFinite`: the value is taken to be finite. If not, max_bits tells, and the sums are of no use.
+template <bool kAllFinite>
 __device__ __forceinline__ void add_value(LaneSums& sums, int lane, float value) {
   unsigned bits = __float_as_uint(value) & 0x7FFFFFFFu;
-  const bool finite = bits < kInfinityBits;
-  sums.nonfinite |= !finite;
-  bits = finite ? bits : 0u;
+  if (!kAllFinite) {
+    const bool finite = bits < kInfinityBits;
+    sums.nonfinite |= !finite;
+    bits = finite ? bits : 0u;
+  }
   sums.max_bits = max(sums.max_bits, bits);
   const double magnitude = static_cast<double>(__uint_as_float(bits));
   // The product is exact in float64, so that this rounds as a product and a sum do.
@@ -82,13 +86,13 @@ __device__ __forceinline__ StatsRow merge_lanes(const LaneSums& sums) {
   return row;
 }
 
-template <typename Gradient>
+template <bool kAllFinite, typename Gradient>
 __device__ __forceinline__ void add_values(LaneSums& sums, const Packed<Gradient>& packed,
                                            float inverse_scale) {
   float values[4];
   packed.unpack(values);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) add_value(sums, k, values[k] * inverse_scale);
+  for (int k = 0; k < 4; ++k) add_value<kAllFinite>(sums, k, values[k] * inverse_scale);
 }
 
 template <typename Gradient>
@@ -111,7 +115,7 @@ __device__ __forceinline__ LaneSums sum_chunk(const Gradient* elements, long lon
     };
     const auto add = [&](const Packed<Gradient>(&batch)[kBatch]) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) add_values(sums, batch[i], inverse_scale);
+      for (int i = 0; i < kBatch; ++i) add_values<true>(sums, batch[i], inverse_scale);
     };
     load(batches[0]);
 #pragma unroll 1
@@ -124,13 +128,14 @@ __device__ __forceinline__ LaneSums sum_chunk(const Gradient* elements, long lon
     load(batches[1]);
     add(batches[0]);
     add(batches[1]);
-  } else {
+    if (sums.max_bits < kInfinityBits) return sums;
+    sums = {};
+  }
 #pragma unroll 1
-    for (long long base = lane; base < count; base += kLanes) {
-      Packed<Gradient> packed;
-      packed.load_some(elements + base, count - base);
-      add_values(sums, packed, inverse_scale);
-    }
+  for (long long base = lane; base < count; base += kLanes) {
+    Packed<Gradient> packed;
+    packed.load_some(elements + base, count - base);
+    add_values<false>(sums, packed, inverse_scale);
   }
   return sums;
 }
@@ -191,6 +196,7 @@ using namespace fused_adamw::cuda;
 // Grid: one block per row.
 extern "C" __global__ void __launch_bounds__(kThreads, kAnalysesPerProcessor)
     analyze_gradients(const __grid_constant__ AnalyzeParameters parameters) {
+  release_next();
   // From the last block to the first: a step, which begins at the front, then finds what was read last in the
   // second-level cache.
   const unsigned block = gridDim.x - 1 - blockIdx.x;
@@ -229,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // Grid: one block per 1024 rows. All stages.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_all_rows(const __grid_constant__ MergeParameters parameters) {
+  release_next();
   wait_for_previous();
   merge_group(parameters, blockIdx.x);
 }

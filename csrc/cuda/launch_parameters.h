@@ -11,14 +11,15 @@ namespace fused_adamw::cuda {
 
 constexpr int kThreads = 256;
 constexpr int kElementsPerThread = 4;
-constexpr int kElementsPerPass = kThreads * kElementsPerThread;
+// What a block of a step has under way at once; it works on as much once or several times (launches.cpp).
+constexpr int kElementsPerRound = kThreads * kElementsPerThread;
 
-// What a block of a step works on, where cuda_kernels.py asks for nothing else: it knows the kernels.
-#if !defined(FUSED_ADAMW_PASSES)
-#define FUSED_ADAMW_PASSES 2
-#endif
-constexpr int kStepPasses = FUSED_ADAMW_PASSES;
-constexpr int kElementsPerBlock = kStepPasses * kElementsPerPass;
+// How many blocks of a step fit on a multiprocessor; with AMSGrad fewer.
+constexpr int kStepsPerProcessor = 6;
+
+// A program of Triton's step works on two rounds, at once.
+constexpr int kRoundsPerProgram = 2;
+constexpr int kElementsPerProgram = kRoundsPerProgram * kElementsPerRound;
 
 constexpr int kMaxParameterBytes = 32764;
 
@@ -138,6 +139,7 @@ struct StepParameters {
   GroupSettings groups[kMaxGroups];
   Tensor tensors[kMaxTensors<Tensor>];
   unsigned slot;  // of tensor 0; the others follow
+  int rounds;     // of kElementsPerRound elements, which a block works on one after another
   BlockIndex<kMaxTensors<Tensor>> index;
 };
 

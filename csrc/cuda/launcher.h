@@ -29,8 +29,11 @@ class Launcher {
   // all replays.
   virtual unsigned next_slots(Stream stream, unsigned count) const = 0;
 
-  // How many elements of a tensor a block of a step works on.
-  virtual int elements_per_step_block() const { return kElementsPerBlock; }
+  // How many rounds a block of a step works on (StepParameters), where that is fixed; else 0.
+  virtual int fixed_rounds() const = 0;
+
+  // How many blocks of a step the device works on at once.
+  virtual unsigned resident_blocks() const = 0;
 
   // The index of the CUDA device; -1 where there is none.
   virtual int device() const = 0;
@@ -39,6 +42,9 @@ class Launcher {
 // Keeps what would be launched: for kernels that an interpreter runs, and for tests.
 class Recorder : public Launcher {
  public:
+  // Without resident blocks, steps are recorded as Triton's kernels take them.
+  explicit Recorder(unsigned resident_blocks = 0) : resident_blocks_(resident_blocks) {}
+
   struct Launch {
     std::string kernel;
     unsigned blocks;
@@ -52,11 +58,16 @@ class Recorder : public Launcher {
 
   unsigned next_slots(Stream, unsigned) const override { return 0; }
 
+  int fixed_rounds() const override { return resident_blocks_ == 0 ? kRoundsPerProgram : 0; }
+
+  unsigned resident_blocks() const override { return resident_blocks_; }
+
   int device() const override { return -1; }
 
   const std::vector<Launch>& launches() const { return launches_; }
 
  private:
+  unsigned resident_blocks_;
   mutable std::vector<Launch> launches_;
 };
 

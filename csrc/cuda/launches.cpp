@@ -71,14 +71,32 @@ bool same(const GroupSettings& a, const GroupSettings& b) {
          a.weight_decay == b.weight_decay && a.eps == b.eps && a.maximize == b.maximize;
 }
 
+// How many rounds a block of a step is to work on, one after another. One is best for the memory: the blocks
+// that run at once then work on neighbours. But a block has to form its scalars first, so that few elements
+// in many tensors are best left to as many blocks as fit at once.
+int rounds_of(const Launcher& launcher, const std::vector<const TensorTable*>& tables) {
+  if (launcher.fixed_rounds() != 0) return launcher.fixed_rounds();
+  for (const int rounds : {1, 2, 4}) {
+    unsigned long long blocks = 0;
+    for (const TensorTable* table : tables) {
+      for (const TensorView& grad : table->tensors(kGrads)) {
+        blocks += blocks_of(grad.size, rounds * kElementsPerRound);
+      }
+    }
+    if (blocks <= launcher.resident_blocks()) return rounds;
+  }
+  return 1;
+}
+
 // Collects tensors into parameters and launches whenever they are full.
 template <typename Tensor>
 class StepBatch {
  public:
   // `start` is that of the first launch; the others begin after it.
-  StepBatch(const Launcher& launcher, const StepSettings& settings, Stream stream, Start start)
+  StepBatch(const Launcher& launcher, const StepSettings& settings, int rounds, Stream stream, Start start)
       : launcher_(launcher), stream_(stream), start_(start), parameters_(new StepParameters<Tensor>) {
     parameters_->settings = settings;
+    parameters_->rounds = rounds;
     begin_launch();
   }
 
@@ -89,7 +107,7 @@ class StepBatch {
     if (groups_ == 0 || !same(parameters_->groups[group_], group)) group_ = place_of(group);
     tensor.shape.group = static_cast<unsigned short>(group_);
     parameters_->tensors[cuda::add(parameters_->index, blocks_)] = tensor;
-    blocks_ += blocks_of(tensor.shape.size, launcher_.elements_per_step_block());
+    blocks_ += blocks_of(tensor.shape.size, parameters_->rounds * kElementsPerRound);
   }
 
   void flush() {
@@ -145,7 +163,7 @@ template <typename Tensor>
 void update_in_place(const Launcher& launcher, const std::vector<const TensorTable*>& tables,
                      const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream,
                      Start start) {
-  StepBatch<Tensor> batch(launcher, settings, stream, start);
+  StepBatch<Tensor> batch(launcher, settings, rounds_of(launcher, tables), stream, start);
   for (std::size_t t = 0; t < tables.size(); ++t) {
     const TensorTable& table = *tables[t];
     const StepList updated = updated_list(table);
@@ -166,7 +184,7 @@ template <typename Tensor>
 void update_out_of_place(const Launcher& launcher, const std::vector<const TensorTable*>& olds,
                          const std::vector<const TensorTable*>& updateds, const std::vector<Scalar>& steps,
                          const GroupSettings& group, const StepSettings& settings, Stream stream) {
-  StepBatch<Tensor> batch(launcher, settings, stream, Start::kAfterPrevious);
+  StepBatch<Tensor> batch(launcher, settings, rounds_of(launcher, olds), stream, Start::kAfterPrevious);
   const StepList updated = updated_list(*updateds[0]);
   for (std::size_t k = 0; k < olds.size(); ++k) {
     Tensor tensor;

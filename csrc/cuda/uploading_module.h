@@ -36,6 +36,10 @@ class UploadingModule : public Launcher {
     return upload_.next_slots(stream, count);
   }
 
+  int fixed_rounds() const override { return kRoundsPerProgram; }
+
+  unsigned resident_blocks() const override { return upload_.resident_blocks(); }
+
   int device() const override { return upload_.device(); }
 
  private:

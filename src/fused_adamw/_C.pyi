@@ -142,16 +142,22 @@ class CudaLauncher:
     """What the functions below launch through."""
 
 class CudaRecorder(CudaLauncher):
-    """Keeps what would be launched: kernel, number of blocks and bytes of parameters."""
+    """Keeps what would be launched: kernel, number of blocks and bytes of parameters.
 
-    def __init__(self) -> None: ...
+    As on a device that has room for so many blocks of a step at once; by default as Triton's kernels take it.
+    """
+
+    def __init__(self, resident_blocks: int = 0) -> None: ...
     @property
     def launches(self) -> list[tuple[str, int, bytes]]: ...
 
 class CudaModule(CudaLauncher):
-    """Kernels of one cubin, loaded on one device for the life of the process."""
+    """Kernels of one cubin, loaded on one device for the life of the process.
 
-    def __init__(self, device: int, cubin: bytes, elements_per_step_block: int) -> None: ...
+    ``rounds``: of every step's blocks (``StepParameters`` in csrc); 0 for as many as suit the step.
+    """
+
+    def __init__(self, device: int, cubin: bytes, rounds: int = 0) -> None: ...
 
 class CudaUploadingModule(CudaLauncher):
     """Kernels that take their parameters by pointer; ``allocate`` returns a tensor of so many bytes."""

@@ -81,19 +81,9 @@ class StepVariant(NamedTuple):
     amsgrad: bool
     weights: str
 
-    @property
-    def passes(self) -> int:
-        """How often a block of NVRTC's kernel takes ``kElementsPerPass`` elements, as was measured.
-
-        One pass and more blocks are better for float32 parameters in place (benchmarks/launch_shapes.py); the
-        others need too many registers for as many blocks.
-        """
-        return 1 if self.in_place and self.weights == "float32" else 2
-
     def definitions(self) -> tuple[str, ...]:
         """The options of NVRTC that choose it."""
         return (
-            f"-DFUSED_ADAMW_PASSES={self.passes}",
             f"-DFUSED_ADAMW_IN_PLACE={str(self.in_place).lower()}",
             f"-DFUSED_ADAMW_AMSGRAD={str(self.amsgrad).lower()}",
             f"-DFUSED_ADAMW_WEIGHTS=k{self.weights.capitalize()}Weights",
@@ -134,17 +124,15 @@ class Kernels:
 
     def step(self, variant: StepVariant) -> _C.CudaLauncher:
         """What launches a step."""
-        return self._load(STEP, variant.definitions(), variant.passes * _C.CUDA_LAYOUT["kElementsPerPass"])
+        return self._load(STEP, variant.definitions())
 
     def stats(self) -> _C.CudaLauncher:
         """What launches the kernels of the statistics."""
         return self._load(STATS, ())
 
-    def _load_module(
-        self, source: str, definitions: tuple[str, ...], elements_per_step_block: int = 0
-    ) -> _C.CudaLauncher:
+    def _load_module(self, source: str, definitions: tuple[str, ...]) -> _C.CudaLauncher:
         architecture = _C.cuda_compute_capability(self._device)
-        return _C.CudaModule(self._device, cubin(source, architecture, definitions), elements_per_step_block)
+        return _C.CudaModule(self._device, cubin(source, architecture, definitions))
 
 
 class TritonKernels(Kernels):

@@ -49,7 +49,7 @@ from fused_adamw.triton_kernels.parameters import (
     load_scalar,
 )
 
-BLOCK = tl.constexpr(CUDA_LAYOUT["kElementsPerBlock"])
+BLOCK = tl.constexpr(CUDA_LAYOUT["kElementsPerProgram"])
 
 SETTINGS_GRAD_SCALE = tl.constexpr(CUDA_LAYOUT["StepSettings.grad_scale"])
 SETTINGS_FOUND_INF = tl.constexpr(CUDA_LAYOUT["StepSettings.found_inf"])
@@ -278,7 +278,7 @@ def _update_block(
 def adamw_step(
     parameters, finished_blocks, IN_PLACE: tl.constexpr, AMSGRAD: tl.constexpr, WEIGHTS: tl.constexpr
 ):
-    """Grid: one program per ``kElementsPerBlock`` elements of each tensor of ``StepParameters``."""
+    """Grid: one program per ``kElementsPerProgram`` elements of each tensor of ``StepParameters``."""
     KIND: tl.constexpr = IN_PLACE + 2 * (WEIGHTS != "float32")
     index, block = find_tensor(parameters, tl.program_id(0), FIRST_OF_RUN[KIND], FIRST[KIND], CAPACITY[KIND])
     tensor = parameters + TENSORS[KIND] + index * TENSOR_BYTES[KIND]

@@ -1,0 +1,62 @@
+"""How a step's elements are spread over CUDA blocks, seen through a recorder of launches, without a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fused_adamw import _C
+
+# An H200 has 132 multiprocessors.
+RESIDENT_BLOCKS = 132 * 6
+ROUND = _C.CUDA_LAYOUT["kElementsPerRound"]
+
+
+def blocks_of_step(sizes: list[int], resident_blocks: int) -> list[int]:
+    """The number of blocks of each launch of a step of tensors of so many elements."""
+    memory = torch.zeros(max(sizes))
+    lists = [[memory[:size] for size in sizes] for _ in range(4)]
+    steps = [torch.zeros(()) for _ in sizes]
+    table = _C.TensorTable("test", [*lists, [], steps], [True, False, True, True, True, True])
+    recorder = _C.CudaRecorder(resident_blocks)
+    group = _C.CudaGroupSettings(1e-3, 0.9, 0.999, 0.01, 1e-8, False)
+    settings = _C.CudaStepSettings(1.0, 0.0, 1.0, None, -1.0, 1e-6)
+    _C.cuda_step_in_place(recorder, [table], [group], settings)
+    return [blocks for _, blocks, _ in recorder.launches]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rounds"),
+    [
+        pytest.param([1], 1, id="one element"),
+        pytest.param([ROUND * RESIDENT_BLOCKS], 1, id="as many as fit at once"),
+        pytest.param([ROUND * RESIDENT_BLOCKS + 1], 2, id="one more"),
+        pytest.param([2052] * 200, 1, id="200 tensors"),
+        pytest.param([2052] * 400, 4, id="400 tensors, whose second blocks do not fit"),
+        pytest.param([4 * ROUND * RESIDENT_BLOCKS], 4, id="four times as many as fit"),
+        pytest.param([4 * ROUND * RESIDENT_BLOCKS + 1], 1, id="many times as many as fit"),
+        pytest.param([768] * 400 + [768 * 768] * 12, 1, id="a model's"),
+    ],
+)
+def test_few_elements_are_left_to_blocks_that_fit_at_once(sizes: list[int], rounds: int) -> None:
+    blocks = sum(math.ceil(size / (rounds * ROUND)) for size in sizes)
+    assert blocks_of_step(sizes, RESIDENT_BLOCKS) == [blocks]
+    if rounds > 1:
+        assert blocks <= RESIDENT_BLOCKS
+
+
+def test_empty_tensors_have_no_blocks() -> None:
+    assert blocks_of_step([0, 5, 0], RESIDENT_BLOCKS) == [1]
+
+
+def test_all_launches_of_a_step_are_alike() -> None:
+    # 448 tensors a launch; 600 blocks of one round would fit, and together they do not.
+    blocks = blocks_of_step([2 * ROUND] * 500, RESIDENT_BLOCKS)
+    assert blocks == [448, 52]
+
+
+def test_triton_has_programs_of_one_size() -> None:
+    assert blocks_of_step([2 * ROUND * 5], 0) == [5]
+    assert blocks_of_step([2 * ROUND * 5 + 1], 0) == [6]
