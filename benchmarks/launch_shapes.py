@@ -9,10 +9,10 @@ in the same run: analyzing must move 4 (2 for bfloat16), a step 28 (26).
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -34,43 +34,57 @@ ANALYSES: dict[str, list[Replacement]] = {
     for bytes_ in (32, 64)
     for blocks in (3, 4, 5)
 }
-_STREAMED = (
+_STREAMED_STORES = (
     "*reinterpret_cast<float4*>(target) = make_float4(values[0], values[1], values[2], values[3]);",
     "__stcs(reinterpret_cast<float4*>(target), make_float4(values[0], values[1], values[2], values[3]));",
 )
+_STREAMED_LOADS = (
+    "*reinterpret_cast<const float4*>(source);",
+    "__ldcs(reinterpret_cast<const float4*>(source));",
+)
 
 
-def _shape(passes: int, blocks: int) -> list[Replacement]:
-    return [
-        ("#define FUSED_ADAMW_PASSES 2", f"#define FUSED_ADAMW_PASSES {passes}"),
-        ("  if (kStepPasses == 1) return amsgrad ? 5 : 6;", f"  return {blocks};"),
-    ]
+class StepShape(NamedTuple):
+    """Blocks of a step on a multiprocessor, and rounds of each block; then what else is replaced."""
+
+    blocks: int
+    rounds: int
+    replacements: tuple[Replacement, ...] = ()
+
+    def all_replacements(self) -> list[Replacement]:
+        """What is replaced in the sources; the rounds are the launcher's."""
+        blocks = "constexpr int kStepsPerProcessor = "
+        return [
+            (f"{blocks}{_C.CUDA_LAYOUT['kStepsPerProcessor']};", f"{blocks}{self.blocks};"),
+            *self.replacements,
+        ]
 
 
-STEPS: dict[str, list[Replacement]] = {
+STEPS = {
     **{
-        f"{passes * 1024} elements, {blocks} blocks": _shape(passes, blocks)
-        for passes, blocks in ((1, 4), (1, 5), (1, 6), (2, 2), (2, 3), (2, 4), (4, 1), (4, 2))
+        f"{blocks} blocks, {rounds} rounds": StepShape(blocks, rounds)
+        for blocks in (4, 5, 6)
+        for rounds in (1, 2, 4)
     },
-    "addresses kept": [
-        *_shape(1, 6),
-        ('asm volatile("" : "+r"(index) : : "memory");', 'asm volatile("" : : : "memory");'),
-    ],
-    "streaming stores": [*_shape(1, 6), _STREAMED],
-    "streaming loads": [
-        *_shape(1, 6),
-        ("*reinterpret_cast<const float4*>(source);", "__ldcs(reinterpret_cast<const float4*>(source));"),
-    ],
-    "streaming stores and loads": [
-        *_shape(1, 6),
-        _STREAMED,
-        ("*reinterpret_cast<const float4*>(source);", "__ldcs(reinterpret_cast<const float4*>(source));"),
-    ],
+    "addresses kept": StepShape(6, 1, (('asm volatile("" : "+r"(index) : : "memory");', ""),)),
+    "streaming stores": StepShape(6, 1, (_STREAMED_STORES,)),
+    "streaming loads": StepShape(6, 1, (_STREAMED_LOADS,)),
+    "streaming stores and loads": StepShape(6, 1, (_STREAMED_STORES, _STREAMED_LOADS)),
 }
 
 
-def compiled(source: str, replacements: list[Replacement], definitions: tuple[str, ...]) -> _C.CudaModule:
+def compiled(
+    source: str, replacements: Sequence[Replacement], definitions: tuple[str, ...], rounds: int = 0
+) -> _C.CudaModule:
     """The module of a variant; a replacement that finds nothing to replace is an error."""
+    architecture = _C.cuda_compute_capability(0)
+    return _C.CudaModule(0, cubin(source, replacements, definitions, architecture), rounds)
+
+
+def cubin(
+    source: str, replacements: Sequence[Replacement], definitions: tuple[str, ...], architecture: int
+) -> bytes:
+    """The machine code of a variant."""
     names = (source, *cuda_kernels.HEADERS)
     texts = {Path(name).name: (cuda_kernels.SOURCES / name).read_text() for name in names}
     for old, new in replacements:
@@ -78,11 +92,7 @@ def compiled(source: str, replacements: list[Replacement], definitions: tuple[st
             raise ValueError(f"{source} no longer has {old!r}")
         texts = {name: text.replace(old, new) for name, text in texts.items()}
     text = texts.pop(Path(source).name)
-    architecture = _C.cuda_compute_capability(0)
-    cubin = nvrtc.compile_to_cubin(source, text, texts, architecture, definitions)[0]
-    passes = re.search(r"define FUSED_ADAMW_PASSES (\d)", texts["launch_parameters.h"])
-    assert passes is not None
-    return _C.CudaModule(0, cubin, int(passes[1]) * 1024)
+    return nvrtc.compile_to_cubin(source, text, texts, architecture, definitions)[0]
 
 
 def variants(sizes: Sequence[int], dtype: torch.dtype) -> dict[str, Callable[[], object]]:
@@ -108,10 +118,8 @@ def variants(sizes: Sequence[int], dtype: torch.dtype) -> dict[str, Callable[[],
     group = _C.CudaGroupSettings(1e-3, 0.9, 0.999, 0.01, 1e-8, False)
     settings = _C.CudaStepSettings(1.0, 0.0, 1.0, None, -1.0, 1e-6)
     variant = cuda_kernels.StepVariant(in_place=True, amsgrad=False, weights="float32")
-    # How many passes is a variant's matter here.
-    definitions = tuple(option for option in variant.definitions() if "PASSES" not in option)
-    for name, replacements in STEPS.items():
-        module = compiled(cuda_kernels.STEP, replacements, definitions)
+    for name, shape in STEPS.items():
+        module = compiled(cuda_kernels.STEP, shape.all_replacements(), variant.definitions(), shape.rounds)
         calls[f"step: {name}"] = call(_C.cuda_step_in_place, module, [table], [group], settings)
     return calls
 

@@ -17,24 +17,15 @@ struct StepOptions {
   bool maximize;
 };
 
-struct BetaPowers {
-  double beta1;
-  double beta2;
-};
-
-// beta1^t and beta2^t by repeated squaring, side by side: on CUDA a block waits for them. Multiplications
-// only, each rounded once: the last bit of pow() differs between math libraries, and host and device must
-// agree.
-FUSED_ADAMW_FUNCTION BetaPowers beta_powers(double beta1, double beta2, long long t) {
-  BetaPowers powers = {1.0, 1.0};
+// beta^t by repeated squaring. Multiplications only, each rounded once: the last bit of pow() differs
+// between math libraries, and host and device must agree.
+FUSED_ADAMW_FUNCTION double beta_power(double beta, long long t) {
+  double power = 1.0;
   for (; t > 0; t >>= 1) {
-    const bool odd = (t & 1) != 0;
-    powers.beta1 *= odd ? beta1 : 1.0;
-    powers.beta2 *= odd ? beta2 : 1.0;
-    beta1 *= beta1;
-    beta2 *= beta2;
+    power *= (t & 1) != 0 ? beta : 1.0;
+    beta *= beta;
   }
-  return powers;
+  return power;
 }
 
 // What gradients that were multiplied by `grad_scale` are multiplied by: its reciprocal in FP32.
@@ -51,20 +42,32 @@ FUSED_ADAMW_FUNCTION void set_clip(UpdateScalars& scalars, double clip) {
   scalars.clip_scale = tiny ? 0x1.0p-126f : 1.0f;
 }
 
-// The scalars of update number `t` (1 for the first).
-FUSED_ADAMW_FUNCTION UpdateScalars update_scalars(const StepOptions& options, long long t) {
+FUSED_ADAMW_FUNCTION float step_size(double lr, double beta1, long long t) {
+  return static_cast<float>(lr / (1.0 - beta_power(beta1, t)));
+}
+
+FUSED_ADAMW_FUNCTION float rsqrt_bias2(double beta2, long long t) {
+  return static_cast<float>(1.0 / FUSED_ADAMW_SQRT_DOUBLE(1.0 - beta_power(beta2, t)));
+}
+
+// All but these two, which depend on the number of the update.
+FUSED_ADAMW_FUNCTION void set_constant_scalars(UpdateScalars& scalars, const StepOptions& options) {
   const float inverse_scale = inverse_grad_scale(options.grad_scale);
-  const BetaPowers powers = beta_powers(options.beta1, options.beta2, t);
-  UpdateScalars scalars;
   scalars.inverse_scale = options.maximize ? -inverse_scale : inverse_scale;
   set_clip(scalars, options.clip);
   scalars.decay = static_cast<float>(1.0 - options.lr * options.weight_decay);
   scalars.beta1_complement = static_cast<float>(1.0 - options.beta1);
   scalars.beta2 = static_cast<float>(options.beta2);
   scalars.beta2_complement = static_cast<float>(1.0 - options.beta2);
-  scalars.step_size = static_cast<float>(options.lr / (1.0 - powers.beta1));
-  scalars.rsqrt_bias2 = static_cast<float>(1.0 / FUSED_ADAMW_SQRT_DOUBLE(1.0 - powers.beta2));
   scalars.eps = static_cast<float>(options.eps);
+}
+
+// The scalars of update number `t` (1 for the first).
+FUSED_ADAMW_FUNCTION UpdateScalars update_scalars(const StepOptions& options, long long t) {
+  UpdateScalars scalars;
+  set_constant_scalars(scalars, options);
+  scalars.step_size = step_size(options.lr, options.beta1, t);
+  scalars.rsqrt_bias2 = rsqrt_bias2(options.beta2, t);
   return scalars;
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,12 +16,22 @@ RESIDENT_BLOCKS = 132 * 6
 ROUND = _C.CUDA_LAYOUT["kElementsPerRound"]
 
 
-def blocks_of_step(sizes: list[int], resident_blocks: int) -> list[int]:
-    """The number of blocks of each launch of a step of tensors of so many elements."""
-    memory = torch.zeros(max(sizes))
-    lists = [[memory[:size] for size in sizes] for _ in range(4)]
+def blocks_of_step(
+    sizes: list[int],
+    resident_blocks: int,
+    grad_dtypes: Sequence[torch.dtype] = (torch.float32,),
+    *,
+    amsgrad: bool = False,
+) -> list[int]:
+    """The number of blocks of each launch of a step of tensors of so many elements.
+
+    ``grad_dtypes``: of the gradients in turn.
+    """
+    lists = [[torch.empty(size) for size in sizes] for _ in range(5)]
+    lists[1] = [grad.to(dtype) for grad, dtype in zip(lists[1], itertools.cycle(grad_dtypes), strict=False)]
+    lists[4] = lists[4] if amsgrad else []
     steps = [torch.zeros(()) for _ in sizes]
-    table = _C.TensorTable("test", [*lists, [], steps], [True, False, True, True, True, True])
+    table = _C.TensorTable("test", [*lists, steps], [True, False, True, True, True, True])
     recorder = _C.CudaRecorder(resident_blocks)
     group = _C.CudaGroupSettings(1e-3, 0.9, 0.999, 0.01, 1e-8, False)
     settings = _C.CudaStepSettings(1.0, 0.0, 1.0, None, -1.0, 1e-6)
@@ -45,6 +57,27 @@ def test_few_elements_are_left_to_blocks_that_fit_at_once(sizes: list[int], roun
     assert blocks_of_step(sizes, RESIDENT_BLOCKS) == [blocks]
     if rounds > 1:
         assert blocks <= RESIDENT_BLOCKS
+
+
+MANY = [2 * ROUND * RESIDENT_BLOCKS] * 3
+
+
+@pytest.mark.parametrize(
+    ("grad_dtypes", "amsgrad", "rounds"),
+    [
+        ([torch.float32], False, 1),
+        ([torch.bfloat16], False, 2),
+        ([torch.float16], False, 2),
+        ([torch.bfloat16, torch.float16], False, 2),
+        ([torch.bfloat16, torch.float32], False, 1),
+        ([torch.bfloat16], True, 1),
+    ],
+)
+def test_scalars_serve_two_rounds_of_16_bit_gradients(
+    grad_dtypes: list[torch.dtype], amsgrad: bool, rounds: int
+) -> None:
+    blocks = blocks_of_step(MANY, RESIDENT_BLOCKS, grad_dtypes, amsgrad=amsgrad)
+    assert blocks == [3 * 2 * RESIDENT_BLOCKS // rounds]
 
 
 def test_empty_tensors_have_no_blocks() -> None:

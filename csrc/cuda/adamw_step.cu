@@ -422,31 +422,44 @@ __device__ __forceinline__ void finish(const StepParameters<Tensor>& parameters,
   if (!skip) *tensor.step += 1.0f;
 }
 
+// The scalars of a tensor, formed by the first threads of three warps, each its part. They do it before they
+// load their elements, or the float64 values would take registers beside those; the other warps do not wait
+// for them to load theirs. (A prefetch for them gained nothing.)
+template <typename Tensor>
+__device__ __forceinline__ void form_scalars(const StepParameters<Tensor>& parameters, int index,
+                                             BlockScalars& shared) {
+  const StepSettings& settings = parameters.settings;
+  const Tensor& tensor = parameters.tensors[index];
+  const GroupSettings& group = parameters.groups[tensor.shape.group];
+  if (threadIdx.x == 0) {
+    shared.scalars.step_size = step_size(read(group.lr), read(group.beta1), steps_done(tensor) + 1);
+  } else if (threadIdx.x == 32) {
+    shared.scalars.rsqrt_bias2 = rsqrt_bias2(read(group.beta2), steps_done(tensor) + 1);
+  } else if (threadIdx.x == 64) {
+    const StepOptions options = read_options(settings, group);
+    shared.update_number = steps_done(tensor) + 1;
+    set_constant_scalars(shared.scalars, options);
+    bool skip = skips(settings, options);
+    // What all threads read before, the launches before this one only read as well. Elements are written
+    // after the barrier that this thread comes to.
+    wait_for_previous();
+    if (settings.report != nullptr) {
+      const StatsRow report = {settings.report[0], settings.report[1], settings.report[2]};
+      skip |= report.nonfinite != 0.0f;
+      if (settings.max_norm >= 0.0) {
+        set_clip(shared.scalars, clip_coefficient(report, settings.max_norm, settings.norm_epsilon));
+      }
+    }
+    shared.skip = skip;
+  }
+}
+
 template <bool kInPlace, bool kAmsgrad, WeightForm kForm>
 __device__ __forceinline__ void step(
     const StepParameters<typename TensorOf<kInPlace, kForm>::type>& parameters) {
   __shared__ BlockScalars shared;
   int index = find_tensor(parameters.index, blockIdx.x);
-  // Before this warp's loads, or the float64 values would take registers beside the elements; the seven other
-  // warps do not wait for it to ask for theirs. (A prefetch for it gained nothing.)
-  if (threadIdx.x == 0) {
-    const StepSettings& settings = parameters.settings;
-    const auto& tensor = parameters.tensors[index];
-    const StepOptions options = read_options(settings, parameters.groups[tensor.shape.group]);
-    shared.skip = skips(settings, options);
-    shared.update_number = steps_done(tensor) + 1;
-    shared.scalars = update_scalars(options, shared.update_number);
-    // What this and the other threads read before, the launches before this one only read as well. Elements
-    // are written after the barrier that this thread comes to.
-    wait_for_previous();
-    if (settings.report != nullptr) {
-      const StatsRow report = {settings.report[0], settings.report[1], settings.report[2]};
-      shared.skip |= report.nonfinite != 0.0f;
-      if (settings.max_norm >= 0.0) {
-        set_clip(shared.scalars, clip_coefficient(report, settings.max_norm, settings.norm_epsilon));
-      }
-    }
-  }
+  form_scalars(parameters, index, shared);
   asm volatile("" : "+r"(index));  // no address of an element is to be formed before, for the same reason
   switch (parameters.tensors[index].shape.grad) {
     case kFloat16:
@@ -464,9 +477,9 @@ __device__ __forceinline__ void step(
 // How many blocks are to fit on a multiprocessor, which limits a thread's registers: as many as have enough
 // of them. A block waits for its scalars as long as for its elements, so the others have to keep the memory
 // busy.
-__device__ constexpr int blocks_per_processor(bool in_place, bool amsgrad) {
-  if (!amsgrad) return kStepsPerProcessor;
-  return kStepsPerProcessor - (in_place ? 1 : 2);
+__device__ constexpr int blocks_per_processor(bool in_place, bool amsgrad, WeightForm form) {
+  const int fitting = amsgrad ? (in_place ? 5 : 4) : (in_place && form == kStochasticWeights ? 5 : 6);
+  return fitting < kStepsPerProcessor ? fitting : kStepsPerProcessor;
 }
 
 }  // namespace fused_adamw::cuda
@@ -476,7 +489,8 @@ using namespace fused_adamw;
 // One variant a compilation: FUSED_ADAMW_IN_PLACE and FUSED_ADAMW_AMSGRAD are bools, FUSED_ADAMW_WEIGHTS is a
 // WeightForm. A step needs one or two of them, and each takes 40 ms to compile.
 extern "C" __global__ void __launch_bounds__(cuda::kThreads, cuda::blocks_per_processor(FUSED_ADAMW_IN_PLACE,
-                                                                                        FUSED_ADAMW_AMSGRAD))
+                                                                                        FUSED_ADAMW_AMSGRAD,
+                                                                                        FUSED_ADAMW_WEIGHTS))
     adamw_step(const __grid_constant__
                    cuda::StepParameters<cuda::TensorOf<FUSED_ADAMW_IN_PLACE, FUSED_ADAMW_WEIGHTS>::type>
                        parameters) {

@@ -99,6 +99,7 @@ std::map<std::string, long long> launch_layout() {
       {"AnalyzeParameters.capacity", kMaxGradients},
       FUSED_ADAMW_SIZE(MergeParameters),
       FUSED_ADAMW_CONSTANT(kElementsPerRound),
+      FUSED_ADAMW_CONSTANT(kStepsPerProcessor),
       FUSED_ADAMW_CONSTANT(kElementsPerProgram),
       FUSED_ADAMW_CONSTANT(kElementsPerRow),
       FUSED_ADAMW_CONSTANT(kLanes),

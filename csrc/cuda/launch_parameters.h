@@ -14,7 +14,7 @@ constexpr int kElementsPerThread = 4;
 // What a block of a step has under way at once; it works on as much once or several times (launches.cpp).
 constexpr int kElementsPerRound = kThreads * kElementsPerThread;
 
-// How many blocks of a step fit on a multiprocessor; with AMSGrad fewer.
+// How many blocks of a step are to run on a multiprocessor at once, where their registers allow.
 constexpr int kStepsPerProcessor = 6;
 
 // A program of Triton's step works on two rounds, at once.

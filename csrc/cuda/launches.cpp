@@ -71,9 +71,17 @@ bool same(const GroupSettings& a, const GroupSettings& b) {
          a.weight_decay == b.weight_decay && a.eps == b.eps && a.maximize == b.maximize;
 }
 
+// Whether a step moves more bytes than those of 16-bit gradients without AMSGrad do.
+bool is_heavy(const TensorTable& table) {
+  const auto& grads = table.tensors(kGrads);
+  return !table.tensors(kMaxExpAvgSqs).empty() ||
+         std::any_of(grads.begin(), grads.end(), [](const TensorView& grad) { return grad.dtype.bits > 16; });
+}
+
 // How many rounds a block of a step is to work on, one after another. One is best for the memory: the blocks
-// that run at once then work on neighbours. But a block has to form its scalars first, so that few elements
-// in many tensors are best left to as many blocks as fit at once.
+// that run at once then work on neighbours. But a block has to form its scalars first. So few elements in
+// many tensors are best left to as many blocks as run at once; and where a round has few bytes to wait for, a
+// block is to have two of them for its scalars. (benchmarks/launch_shapes.py)
 int rounds_of(const Launcher& launcher, const std::vector<const TensorTable*>& tables) {
   if (launcher.fixed_rounds() != 0) return launcher.fixed_rounds();
   for (const int rounds : {1, 2, 4}) {
@@ -85,7 +93,9 @@ int rounds_of(const Launcher& launcher, const std::vector<const TensorTable*>& t
     }
     if (blocks <= launcher.resident_blocks()) return rounds;
   }
-  return 1;
+  const bool heavy =
+      std::any_of(tables.begin(), tables.end(), [](const TensorTable* table) { return is_heavy(*table); });
+  return heavy ? 1 : 2;
 }
 
 // Collects tensors into parameters and launches whenever they are full.
