@@ -50,7 +50,7 @@ FUSED_ADAMW_FUNCTION float rsqrt_bias2(double beta2, long long t) {
   return static_cast<float>(1.0 / FUSED_ADAMW_SQRT_DOUBLE(1.0 - beta_power(beta2, t)));
 }
 
-// All but these two, which depend on the number of the update.
+// All scalars but these two, which depend on the number of the update.
 FUSED_ADAMW_FUNCTION void set_constant_scalars(UpdateScalars& scalars, const StepOptions& options) {
   const float inverse_scale = inverse_grad_scale(options.grad_scale);
   scalars.inverse_scale = options.maximize ? -inverse_scale : inverse_scale;

@@ -1,10 +1,10 @@
 // The AdamW / AMSGrad step: 28 bytes per parameter (36 with AMSGrad), 2 fewer for 16-bit gradients.
 //
-// A block of 256 threads updates 1024 or 2048 elements of one tensor, once or twice four neighbours a thread,
-// by 16-byte accesses where the pointers allow. While its elements are under way, one thread forms the
-// scalars of the tensor in float64 (bias corrections, clip coefficient) from what lies on the device: nothing
-// is read back, and a replayed graph counts on. The last block of a tensor to finish advances its step
-// counter, when all have read it.
+// A block of 256 threads updates 1024 elements of one tensor in a round, four neighbours a thread, by 16-byte
+// accesses where the pointers allow, for one round or several. While the elements of the first are under way,
+// three threads form the scalars of the tensor in float64 (bias corrections, clip coefficient) from what lies
+// on the device: nothing is read back, and a replayed graph counts on. The last block of a tensor to finish
+// advances its step counter, when all have read it.
 #include "device_support.cuh"
 #include "gradient_stats.h"
 #include "philox.h"
@@ -71,7 +71,7 @@ __device__ __forceinline__ bool skips(const StepSettings& settings, const StepOp
   return !(inverse > 0.0f && inverse < __int_as_float(0x7f800000)) || read(settings.found_inf) != 0.0;
 }
 
-// What thread 0 forms for its block.
+// What form_scalars forms for a block.
 struct BlockScalars {
   UpdateScalars scalars;
   long long update_number;

@@ -11,8 +11,9 @@ namespace fused_adamw::cuda {
 
 using Stream = void*;
 
-// When a launch may begin. Overlapping: when the blocks of the launch before it in the stream have ended,
-// without waiting until what they wrote is seen; the kernel waits for that itself (wait_for_previous).
+// When a launch may begin. Overlapping: when the blocks of the launch before it in the stream have ended, or
+// allowed it (release_next), without waiting until what they wrote is seen; the kernel waits for that itself
+// (wait_for_previous).
 enum class Start { kAfterPrevious, kOverlapping };
 
 class Launcher {
