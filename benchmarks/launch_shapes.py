@@ -44,18 +44,21 @@ _STREAMED_LOADS = (
 )
 
 
+_BLOCKS: int = _C.CUDA_LAYOUT["kStepsPerProcessor"]
+
+
 class StepShape(NamedTuple):
     """Blocks of a step on a multiprocessor, and rounds of each block; then what else is replaced."""
 
-    blocks: int
-    rounds: int
+    blocks: int = _BLOCKS
+    rounds: int = 1
     replacements: tuple[Replacement, ...] = ()
 
     def all_replacements(self) -> list[Replacement]:
         """What is replaced in the sources; the rounds are the launcher's."""
         blocks = "constexpr int kStepsPerProcessor = "
         return [
-            (f"{blocks}{_C.CUDA_LAYOUT['kStepsPerProcessor']};", f"{blocks}{self.blocks};"),
+            (f"{blocks}{_BLOCKS};", f"{blocks}{self.blocks};"),
             *self.replacements,
         ]
 
@@ -66,10 +69,10 @@ STEPS = {
         for blocks in (4, 5, 6)
         for rounds in (1, 2, 4)
     },
-    "addresses kept": StepShape(6, 1, (('asm volatile("" : "+r"(index) : : "memory");', ""),)),
-    "streaming stores": StepShape(6, 1, (_STREAMED_STORES,)),
-    "streaming loads": StepShape(6, 1, (_STREAMED_LOADS,)),
-    "streaming stores and loads": StepShape(6, 1, (_STREAMED_STORES, _STREAMED_LOADS)),
+    "addresses kept": StepShape(replacements=(('asm volatile("" : "+r"(index) : : "memory");', ""),)),
+    "streaming stores": StepShape(replacements=(_STREAMED_STORES,)),
+    "streaming loads": StepShape(replacements=(_STREAMED_LOADS,)),
+    "streaming stores and loads": StepShape(replacements=(_STREAMED_STORES, _STREAMED_LOADS)),
 }
 
 
@@ -77,22 +80,15 @@ def compiled(
     source: str, replacements: Sequence[Replacement], definitions: tuple[str, ...], rounds: int = 0
 ) -> _C.CudaModule:
     """The module of a variant; a replacement that finds nothing to replace is an error."""
-    architecture = _C.cuda_compute_capability(0)
-    return _C.CudaModule(0, cubin(source, replacements, definitions, architecture), rounds)
-
-
-def cubin(
-    source: str, replacements: Sequence[Replacement], definitions: tuple[str, ...], architecture: int
-) -> bytes:
-    """The machine code of a variant."""
-    names = (source, *cuda_kernels.HEADERS)
-    texts = {Path(name).name: (cuda_kernels.SOURCES / name).read_text() for name in names}
+    text, headers = cuda_kernels.texts(source)
     for old, new in replacements:
-        if not any(old in text for text in texts.values()):
+        if not any(old in found for found in (text, *headers.values())):
             raise ValueError(f"{source} no longer has {old!r}")
-        texts = {name: text.replace(old, new) for name, text in texts.items()}
-    text = texts.pop(Path(source).name)
-    return nvrtc.compile_to_cubin(source, text, texts, architecture, definitions)[0]
+        text = text.replace(old, new)
+        headers = {name: found.replace(old, new) for name, found in headers.items()}
+    architecture = _C.cuda_compute_capability(0)
+    cubin = nvrtc.compile_to_cubin(source, text, headers, architecture, definitions)[0]
+    return _C.CudaModule(0, cubin, rounds)
 
 
 def variants(sizes: Sequence[int], dtype: torch.dtype) -> dict[str, Callable[[], object]]:

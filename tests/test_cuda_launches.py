@@ -85,7 +85,7 @@ def test_empty_tensors_have_no_blocks() -> None:
 
 
 def test_all_launches_of_a_step_are_alike() -> None:
-    # 448 tensors a launch; 600 blocks of one round would fit, and together they do not.
+    # 1000 blocks of one round do not fit at once, 500 of two do; a launch takes 448 tensors.
     blocks = blocks_of_step([2 * ROUND] * 500, RESIDENT_BLOCKS)
     assert blocks == [448, 52]
 

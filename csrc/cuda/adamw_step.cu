@@ -460,7 +460,8 @@ __device__ __forceinline__ void step(
   __shared__ BlockScalars shared;
   int index = find_tensor(parameters.index, blockIdx.x);
   form_scalars(parameters, index, shared);
-  asm volatile("" : "+r"(index));  // no address of an element is to be formed before, for the same reason
+  // No address of an element is to be formed before: it would take registers beside the float64 values.
+  asm volatile("" : "+r"(index));
   switch (parameters.tensors[index].shape.grad) {
     case kFloat16:
       update_block<Half, kInPlace, kAmsgrad, kForm>(parameters, index, shared);

@@ -33,8 +33,8 @@ class Launcher {
   // How many rounds a block of a step works on (StepParameters), where that is fixed; else 0.
   virtual int fixed_rounds() const = 0;
 
-  // How many blocks of a step the device works on at once.
-  virtual unsigned resident_blocks() const = 0;
+  // How many blocks of a step the device works on at once, where the rounds are to be chosen by it.
+  virtual unsigned resident_blocks() const { return 0; }
 
   // The index of the CUDA device; -1 where there is none.
   virtual int device() const = 0;

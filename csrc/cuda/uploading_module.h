@@ -38,8 +38,6 @@ class UploadingModule : public Launcher {
 
   int fixed_rounds() const override { return kRoundsPerProgram; }
 
-  unsigned resident_blocks() const override { return upload_.resident_blocks(); }
-
   int device() const override { return upload_.device(); }
 
  private:
