@@ -4,7 +4,8 @@
 
 Bytes per parameter: the time divided by the number of parameters, times the rate of a device copy in the same
 run. A step must move 28 (26 for 16-bit gradients, 36 with AMSGrad), and 4 (2) more where it clips. torch,
-which takes no 16-bit gradient of a float32 parameter, copies it to float32 first.
+which takes no 16-bit gradient of a float32 parameter, copies it to float32 first. Eager times are the host's,
+from an idle device to an idle device; in a graph, the device's, which is busy when the graph is launched.
 
 A bfloat16 model has float32 master weights: a step must move 26, or 30 where they are not kept as remainders
 of 16 bits, and 2 more where it clips. torch has no master weights: float32 copies of the parameters are what
@@ -31,7 +32,7 @@ import fused_adamw
 from fused_adamw import _C
 from fused_adamw.cli.masters import MasterCopies
 from fused_adamw.cli.models import gpt2, llama, small
-from fused_adamw.cli.timing import seconds_of
+from fused_adamw.cli.timing import device_seconds_of, seconds_of
 from measure import medians, write_json
 
 Step = Callable[[], object]
@@ -166,12 +167,7 @@ def seconds(call: Step) -> float:
 
 
 def device_seconds(call: Step) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e-3
+    return device_seconds_of(call, torch.device(DEVICE))
 
 
 # How often each contender is timed, for ``measure.medians``.

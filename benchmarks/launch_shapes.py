@@ -27,12 +27,12 @@ from measure import medians, write_json
 Replacement = tuple[str, str]
 
 ANALYSES: dict[str, list[Replacement]] = {
-    f"{bytes_} bytes a batch, {blocks} blocks": [
-        ("kBatchBytes = 64", f"kBatchBytes = {bytes_}"),
-        ("kAnalysesPerProcessor = 4", f"kAnalysesPerProcessor = {blocks}"),
+    f"{batch} accesses a batch, {blocks} blocks": [
+        ("kBatch = 4", f"kBatch = {batch}"),
+        ("kAnalysesPerProcessor = 5", f"kAnalysesPerProcessor = {blocks}"),
     ]
-    for bytes_ in (32, 64)
-    for blocks in (3, 4, 5)
+    for batch in (2, 4, 8)
+    for blocks in (3, 4, 5, 6)
 }
 _STREAMED_STORES = (
     "*reinterpret_cast<float4*>(target) = make_float4(values[0], values[1], values[2], values[3]);",

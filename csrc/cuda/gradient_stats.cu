@@ -12,11 +12,11 @@ namespace fused_adamw::cuda {
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kInfinityBits = 0x7F800000u;
 
-// Bytes that a thread has under way while it sums as many, and how many blocks are to fit on a
-// multiprocessor: on Hopper four; elsewhere the compiler takes the registers that it needs.
-constexpr int kBatchBytes = 64;
+// Accesses that a thread has under way while it sums as many, and how many blocks are to fit on a
+// multiprocessor: on Hopper five; elsewhere the compiler takes the registers that it needs.
+constexpr int kBatch = 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr int kAnalysesPerProcessor = 4;
+constexpr int kAnalysesPerProcessor = 5;
 #else
 constexpr int kAnalysesPerProcessor = 1;
 #endif
@@ -99,9 +99,7 @@ template <typename Gradient>
 __device__ __forceinline__ LaneSums sum_chunk(const Gradient* elements, long long count, bool vectorised,
                                               float inverse_scale) {
   constexpr int kPasses = static_cast<int>(kElementsPerRow / kLanes);
-  // Two batches of accesses are under way in turn: one is summed while the next is awaited. Of 64 bytes a
-  // thread each, since with fewer the memory has nothing to do while sums are formed.
-  constexpr int kBatch = kBatchBytes / static_cast<int>(sizeof(Packed<Gradient>));
+  // Two batches of accesses are under way in turn: one is summed while the next is awaited.
   static_assert(kPasses % (2 * kBatch) == 0, "");
   LaneSums sums = {};
   const int lane = threadIdx.x * kElementsPerThread;
