@@ -31,6 +31,7 @@ from training import (
 )
 
 SHAPES = ((50, 7), (), (300,), (2, 3, 4), (20_000,), (0,))
+LONG = 50_000_000  # cycles: some 30 ms, in which a host that does not wait gets far
 Gradients = list[list[Tensor | None]]
 Make = Callable[[list[nn.Parameter]], AdamW]
 
@@ -294,7 +295,7 @@ def test_a_step_goes_to_the_current_stream(cuda: torch.device) -> None:
     torch.cuda.synchronize(cuda)
     with torch.cuda.stream(stream):
         grad = torch.zeros_like(source)
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(LONG)
         grad.copy_(source)
         params_of(there)[0].grad = grad
         there.step()
@@ -325,6 +326,7 @@ def test_parameters_of_two_devices(cuda: torch.device, max_grad_norm: float | No
     for grads in make_gradients(params, 3):
         train(here, [grads])
         set_gradients(params_of(mixed), [grads[0], grads[2].to(cuda), grads[1]])
+        torch.cuda._sleep(LONG)  # so that what the CPU reads of the other device comes late
         mixed.step()
     found = params_of(mixed)
     for mine, other in zip((found[0], found[2], found[1]), params_of(here), strict=True):
@@ -334,6 +336,27 @@ def test_parameters_of_two_devices(cuda: torch.device, max_grad_norm: float | No
     else:
         assert mixed.last_stats.norm == pytest.approx(here.last_stats.norm, rel=1e-6)
         assert mixed.last_stats.clip_coefficient < 1.0
+
+
+@pytest.mark.parametrize("name", ["lr", "grad_scale", "found_inf"])
+def test_an_option_on_the_device_for_a_parameter_on_the_cpu(cuda: torch.device, name: str) -> None:
+    """Its value is waited for, however late it comes."""
+    values = {"lr": 0.03, "grad_scale": 4.0, "found_inf": 1.0}
+    here, mixed = AdamW(make_params(SHAPES)), AdamW(make_params(SHAPES))
+    (grads,) = make_gradients(params_of(here), 1)
+    for optimizer, device in ((here, torch.device("cpu")), (mixed, cuda)):
+        option = torch.zeros((), device=device)
+        if name == "lr":
+            optimizer.param_groups[0]["lr"] = option
+        else:
+            setattr(optimizer, name, option)
+        set_gradients(params_of(optimizer), grads)
+        if device == cuda:
+            torch.cuda.synchronize(cuda)
+            torch.cuda._sleep(LONG)
+        option.fill_(values[name])
+        optimizer.step()
+    assert_same_tensors(mixed, here)
 
 
 def test_a_learning_rate_on_the_cpu(cuda: torch.device) -> None:

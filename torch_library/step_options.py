@@ -93,8 +93,13 @@ class AmpTensors(NamedTuple):
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on this device, copied without waiting; one without a value is left to be refused."""
-    return tensor if tensor.device == device or tensor.is_meta else tensor.to(device, non_blocking=True)
+    """The tensor on this device; one without a value is left to be refused.
+
+    Copied without waiting, but to the CPU: it would be read there before the copy has come.
+    """
+    if tensor.device == device or tensor.is_meta:
+        return tensor
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def _on(value: Scalar, device: torch.device) -> Scalar:
