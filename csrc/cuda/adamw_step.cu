@@ -374,6 +374,19 @@ __device__ __forceinline__ long long first_element(const StepParameters<Tensor>&
   return (block * parameters.rounds + round) * kElementsPerRound;
 }
 
+// Says that a block, in place, has read the counter of its tensor; the last one that does so advances it.
+template <typename Tensor>
+__device__ __forceinline__ void count_block(const StepParameters<Tensor>& parameters, int index, bool skip) {
+  if (threadIdx.x != 0) return;
+  const Tensor& tensor = parameters.tensors[index];
+  const unsigned next = index + 1 < kMaxTensors<Tensor> ? parameters.index.first[index + 1] : kNoBlock;
+  const unsigned blocks = min(next, gridDim.x) - parameters.index.first[index];
+  unsigned& finished = finished_blocks[parameters.slot + index];
+  if (atomicAdd(&finished, 1u) + 1u != blocks) return;
+  finished = 0;
+  if (!skip) *tensor.step += 1.0f;
+}
+
 template <typename Gradient, bool kInPlace, bool kAmsgrad, WeightForm kForm, typename Tensor>
 __device__ __forceinline__ void update_block(const StepParameters<Tensor>& parameters, int index,
                                              const BlockScalars& shared) {
@@ -391,7 +404,11 @@ __device__ __forceinline__ void update_block(const StepParameters<Tensor>& param
     }
     if (round == 0) {
       __syncthreads();
-      if (kInPlace && shared.skip) return;
+      if constexpr (kInPlace) {
+        // While its elements are under way: at the end, the whole block would wait for the atomic.
+        count_block(parameters, index, shared.skip);
+        if (shared.skip) return;
+      }
     }
     forget();
     const auto tensor = arrays(parameters.tensors[index]);
@@ -405,21 +422,6 @@ __device__ __forceinline__ void update_block(const StepParameters<Tensor>& param
     ++round;
   } while (round < parameters.rounds &&
            first_element(parameters, index, round) < parameters.tensors[index].shape.size);
-}
-
-// The end of a block's work in place: the last block of a tensor advances its counter, when all have read it.
-template <typename Tensor>
-__device__ __forceinline__ void finish(const StepParameters<Tensor>& parameters, bool skip) {
-  if (threadIdx.x != 0) return;
-  // Searched for again: kept until here, it would cost the elements registers.
-  const int index = find_tensor(parameters.index, blockIdx.x);
-  const Tensor& tensor = parameters.tensors[index];
-  const unsigned next = index + 1 < kMaxTensors<Tensor> ? parameters.index.first[index + 1] : kNoBlock;
-  const unsigned blocks = min(next, gridDim.x) - parameters.index.first[index];
-  unsigned& finished = finished_blocks[parameters.slot + index];
-  if (atomicAdd(&finished, 1u) + 1u != blocks) return;
-  finished = 0;
-  if (!skip) *tensor.step += 1.0f;
 }
 
 // The scalars of a tensor, formed by the first threads of three warps, each its part. They do it before they
@@ -472,7 +474,6 @@ __device__ __forceinline__ void step(
     default:
       update_block<float, kInPlace, kAmsgrad, kForm>(parameters, index, shared);
   }
-  if constexpr (kInPlace) finish(parameters, shared.skip);
 }
 
 // How many blocks are to fit on a multiprocessor, which limits a thread's registers: as many as have enough

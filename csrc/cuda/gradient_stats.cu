@@ -13,12 +13,12 @@ constexpr int kWarps = kThreads / 32;
 constexpr unsigned kInfinityBits = 0x7F800000u;
 
 // Accesses that a thread has under way while it sums as many, and how many blocks are to fit on a
-// multiprocessor: on Hopper five; elsewhere the compiler takes the registers that it needs.
+// multiprocessor: as many as have enough registers. Without a limit the compiler takes twice as many.
 constexpr int kBatch = 4;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 constexpr int kAnalysesPerProcessor = 5;
 #else
-constexpr int kAnalysesPerProcessor = 1;
+constexpr int kAnalysesPerProcessor = 3;
 #endif
 
 static_assert(kElementsPerRound == kLanes, "a thread keeps four lanes");
@@ -130,10 +130,19 @@ __device__ __forceinline__ LaneSums sum_chunk(const Gradient* elements, long lon
     sums = {};
   }
 #pragma unroll 1
-  for (long long base = lane; base < count; base += kLanes) {
-    Packed<Gradient> packed;
-    packed.load_some(elements + base, count - base);
-    add_values<false>(sums, packed, inverse_scale);
+  for (long long base = lane; base < count; base += kBatch * kLanes) {
+    Packed<Gradient> batch[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const long long first = base + i * kLanes;
+      if (vectorised && first + kElementsPerThread <= count) {
+        batch[i].load(elements + first);
+      } else {
+        batch[i].load_some(elements + first, count - first);  // where there is none, 0: no sum changes
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) add_values<false>(sums, batch[i], inverse_scale);
   }
   return sums;
 }
