@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from fused_adamw import _C
 
@@ -19,19 +18,25 @@ ROUND = _C.CUDA_LAYOUT["kElementsPerRound"]
 def blocks_of_step(
     sizes: list[int],
     resident_blocks: int,
-    grad_dtypes: Sequence[torch.dtype] = (torch.float32,),
+    grad_dtype: torch.dtype = torch.float32,
     *,
     amsgrad: bool = False,
+    weights: str = "float32",
 ) -> list[int]:
-    """The number of blocks of each launch of a step of tensors of so many elements.
+    """The number of blocks of each launch of a step of tensors of so many elements."""
 
-    ``grad_dtypes``: of the gradients in turn.
-    """
-    lists = [[torch.empty(size) for size in sizes] for _ in range(5)]
-    lists[1] = [grad.to(dtype) for grad, dtype in zip(lists[1], itertools.cycle(grad_dtypes), strict=False)]
-    lists[4] = lists[4] if amsgrad else []
+    def make(dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(size, dtype=dtype) for size in sizes]
+
+    maxima = make(torch.float32) if amsgrad else []
     steps = [torch.zeros(()) for _ in sizes]
-    table = _C.TensorTable("test", [*lists, steps], [True, False, True, True, True, True])
+    params, masters = make(torch.float32), []
+    if weights != "float32":
+        params, masters = make(torch.bfloat16), make(torch.int16 if weights == "split" else torch.float32)
+    seeds = list(range(len(sizes))) if weights == "stochastic" else []
+    lists = [params, make(grad_dtype), make(torch.float32), make(torch.float32), maxima, steps, masters]
+    table = _C.TensorTable("test", lists, [True, False, True, True, True, True, True], seeds)
+    assert table.weights == weights
     recorder = _C.CudaRecorder(resident_blocks)
     group = _C.CudaGroupSettings(1e-3, 0.9, 0.999, 0.01, 1e-8, False)
     settings = _C.CudaStepSettings(1.0, 0.0, 1.0, None, -1.0, 1e-6)
@@ -62,21 +67,23 @@ def test_few_elements_are_left_to_blocks_that_fit_at_once(sizes: list[int], roun
 MANY = [2 * ROUND * RESIDENT_BLOCKS] * 3
 
 
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("grad_dtypes", "amsgrad", "rounds"),
+    ("weights", "amsgrad", "rounds"),
     [
-        ([torch.float32], False, 1),
-        ([torch.bfloat16], False, 2),
-        ([torch.float16], False, 2),
-        ([torch.bfloat16, torch.float16], False, 2),
-        ([torch.bfloat16, torch.float32], False, 1),
-        ([torch.bfloat16], True, 1),
+        ("float32", False, 1),
+        ("float32", True, 1),
+        ("master", False, 1),
+        ("split", False, 2),
+        ("split", True, 1),
+        ("stochastic", False, 2),
+        ("stochastic", True, 1),
     ],
 )
-def test_scalars_serve_two_rounds_of_16_bit_gradients(
-    grad_dtypes: list[torch.dtype], amsgrad: bool, rounds: int
+def test_scalars_serve_two_rounds_of_what_takes_much_work(
+    grad_dtype: torch.dtype, weights: str, amsgrad: bool, rounds: int
 ) -> None:
-    blocks = blocks_of_step(MANY, RESIDENT_BLOCKS, grad_dtypes, amsgrad=amsgrad)
+    blocks = blocks_of_step(MANY, RESIDENT_BLOCKS, grad_dtype, amsgrad=amsgrad, weights=weights)
     assert blocks == [3 * 2 * RESIDENT_BLOCKS // rounds]
 
 

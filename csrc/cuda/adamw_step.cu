@@ -374,16 +374,32 @@ __device__ __forceinline__ long long first_element(const StepParameters<Tensor>&
   return (block * parameters.rounds + round) * kElementsPerRound;
 }
 
+// Adds 1 to a counter; whether it comes to `all`, and is 0 again.
+__device__ __forceinline__ bool is_last(unsigned& counter, unsigned all) {
+  if (atomicAdd(&counter, 1u) + 1u != all) return false;
+  counter = 0;
+  return true;
+}
+
 // Says that a block, in place, has read the counter of its tensor; the last one that does so advances it.
 template <typename Tensor>
 __device__ __forceinline__ void count_block(const StepParameters<Tensor>& parameters, int index, bool skip) {
   if (threadIdx.x != 0) return;
   const Tensor& tensor = parameters.tensors[index];
+  const unsigned first = parameters.index.first[index];
   const unsigned next = index + 1 < kMaxTensors<Tensor> ? parameters.index.first[index + 1] : kNoBlock;
-  const unsigned blocks = min(next, gridDim.x) - parameters.index.first[index];
-  unsigned& finished = finished_blocks[parameters.slot + index];
-  if (atomicAdd(&finished, 1u) + 1u != blocks) return;
-  finished = 0;
+  const unsigned blocks = min(next, gridDim.x) - first;
+  unsigned* counters = finished_blocks + parameters.slot + index;
+  if (blocks > kManyBlocks) {
+    // The blocks of a large tensor would all meet at one address, and the part of the second-level cache that
+    // holds it would keep the whole memory waiting.
+    const unsigned stride = counter_stride(parameters.index.tensors);
+    const unsigned way = (blockIdx.x - first) % kWays;
+    if (!is_last(counters[(1 + way) * stride], (blocks - way + kWays - 1) / kWays)) return;
+    if (!is_last(*counters, kWays)) return;
+  } else {
+    if (!is_last(*counters, blocks)) return;
+  }
   if (!skip) *tensor.step += 1.0f;
 }
 

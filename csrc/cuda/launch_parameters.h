@@ -17,6 +17,10 @@ constexpr int kElementsPerRound = kThreads * kElementsPerThread;
 // How many blocks of a step are to run on a multiprocessor at once, where their registers allow.
 constexpr int kStepsPerProcessor = 6;
 
+// The blocks of a tensor that has many count themselves in so many counters, and these in one.
+constexpr unsigned kWays = 4;
+constexpr unsigned kManyBlocks = 64;
+
 // A program of Triton's step works on two rounds, at once.
 constexpr int kRoundsPerProgram = 2;
 constexpr int kElementsPerProgram = kRoundsPerProgram * kElementsPerRound;
@@ -138,10 +142,16 @@ struct StepParameters {
   StepSettings settings;
   GroupSettings groups[kMaxGroups];
   Tensor tensors[kMaxTensors<Tensor>];
-  unsigned slot;  // of tensor 0; the others follow
+  unsigned slot;  // of tensor 0; the others follow, and after a stride those of each way
   int rounds;     // of kElementsPerRound elements, which a block works on one after another
   BlockIndex<kMaxTensors<Tensor>> index;
 };
+
+// How many slots each way has, for so many tensors: whole cache lines, so that no two ways share one.
+FUSED_ADAMW_FUNCTION unsigned counter_stride(int tensors) {
+  constexpr int kSlotsPerLine = 32;
+  return static_cast<unsigned>((tensors + kSlotsPerLine - 1) / kSlotsPerLine * kSlotsPerLine);
+}
 
 constexpr int kMaxGradients = kCapacity<GradientTensor, sizeof(Scalar) + sizeof(float*)>;
 

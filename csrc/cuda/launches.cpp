@@ -71,18 +71,20 @@ bool same(const GroupSettings& a, const GroupSettings& b) {
          a.weight_decay == b.weight_decay && a.eps == b.eps && a.maximize == b.maximize;
 }
 
-// Whether a step moves more bytes than those of 16-bit gradients without AMSGrad do.
-bool is_heavy(const TensorTable& table) {
-  const auto& grads = table.tensors(kGrads);
-  return !table.tensors(kMaxExpAvgSqs).empty() ||
-         std::any_of(grads.begin(), grads.end(), [](const TensorView& grad) { return grad.dtype.bits > 16; });
+// Whether a block has its elements sooner than it has worked on them: weights that take much work, and few
+// bytes.
+bool is_laborious(const TensorTable& table) {
+  const WeightForm form = table.weights();
+  return table.tensors(kMaxExpAvgSqs).empty() && (form == kSplitWeights || form == kStochasticWeights);
 }
 
 // How many rounds a block of a step is to work on, one after another. One is best for the memory: the blocks
 // that run at once then work on neighbours. But a block has to form its scalars first. So few elements in
-// many tensors are best left to as many blocks as run at once; and where a round has few bytes to wait for, a
-// block is to have two of them for its scalars. (benchmarks/launch_shapes.py)
-int rounds_of(const Launcher& launcher, const std::vector<const TensorTable*>& tables) {
+// many tensors are best left to as many blocks as run at once; and where elements take much work, a block is
+// to have two rounds for its scalars. (benchmarks/launch_shapes.py)
+// `updated`: one of the tables that are written.
+int rounds_of(const Launcher& launcher, const std::vector<const TensorTable*>& tables,
+              const TensorTable& updated) {
   if (launcher.fixed_rounds() != 0) return launcher.fixed_rounds();
   for (const int rounds : {1, 2, 4}) {
     unsigned long long blocks = 0;
@@ -93,9 +95,7 @@ int rounds_of(const Launcher& launcher, const std::vector<const TensorTable*>& t
     }
     if (blocks <= launcher.resident_blocks()) return rounds;
   }
-  const bool heavy =
-      std::any_of(tables.begin(), tables.end(), [](const TensorTable* table) { return is_heavy(*table); });
-  return heavy ? 1 : 2;
+  return is_laborious(updated) ? 2 : 1;
 }
 
 // Collects tensors into parameters and launches whenever they are full.
@@ -123,7 +123,7 @@ class StepBatch {
   void flush() {
     const int tensors = parameters_->index.tensors;
     if (tensors == 0) return;
-    parameters_->slot = launcher_.next_slots(stream_, static_cast<unsigned>(tensors));
+    parameters_->slot = launcher_.next_slots(stream_, (1 + kWays) * counter_stride(tensors));
     launcher_.launch("adamw_step", blocks_, kThreads, stream_, parameters_.get(), sizeof(*parameters_),
                      start_);
     start_ = Start::kAfterPrevious;
@@ -173,7 +173,7 @@ template <typename Tensor>
 void update_in_place(const Launcher& launcher, const std::vector<const TensorTable*>& tables,
                      const std::vector<GroupSettings>& groups, const StepSettings& settings, Stream stream,
                      Start start) {
-  StepBatch<Tensor> batch(launcher, settings, rounds_of(launcher, tables), stream, start);
+  StepBatch<Tensor> batch(launcher, settings, rounds_of(launcher, tables, *tables[0]), stream, start);
   for (std::size_t t = 0; t < tables.size(); ++t) {
     const TensorTable& table = *tables[t];
     const StepList updated = updated_list(table);
@@ -194,7 +194,8 @@ template <typename Tensor>
 void update_out_of_place(const Launcher& launcher, const std::vector<const TensorTable*>& olds,
                          const std::vector<const TensorTable*>& updateds, const std::vector<Scalar>& steps,
                          const GroupSettings& group, const StepSettings& settings, Stream stream) {
-  StepBatch<Tensor> batch(launcher, settings, rounds_of(launcher, olds), stream, Start::kAfterPrevious);
+  StepBatch<Tensor> batch(launcher, settings, rounds_of(launcher, olds, *updateds[0]), stream,
+                          Start::kAfterPrevious);
   const StepList updated = updated_list(*updateds[0]);
   for (std::size_t k = 0; k < olds.size(); ++k) {
     Tensor tensor;
