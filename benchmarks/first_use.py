@@ -61,11 +61,11 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     output = parser.parse_args().output
-    compiled = []
+    compiled, cached = [], []
     for _ in range(PROCESSES):
         with tempfile.TemporaryDirectory() as cache:
             compiled.append(first_use(cache))
-            cached = [first_use(cache) for _ in range(PROCESSES)]
+            cached.append(first_use(cache))
     found = {
         "conditions": {
             "date": date.today().isoformat(),

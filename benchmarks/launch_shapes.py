@@ -32,7 +32,7 @@ ANALYSES: dict[str, list[Replacement]] = {
         ("kAnalysesPerProcessor = 5", f"kAnalysesPerProcessor = {blocks}"),
     ]
     for batch in (2, 4, 8)
-    for blocks in (3, 4, 5, 6)
+    for blocks in (4, 5, 6)
 }
 _STREAMED_STORES = (
     "*reinterpret_cast<float4*>(target) = make_float4(values[0], values[1], values[2], values[3]);",
@@ -69,6 +69,8 @@ STEPS = {
         for blocks in (4, 5, 6)
         for rounds in (1, 2, 4)
     },
+    "one counter a tensor": StepShape(replacements=(("kManyBlocks = 64", "kManyBlocks = 0xFFFFFFFEu"),)),
+    "16 counters a tensor": StepShape(replacements=(("kWays = 4", "kWays = 16"),)),
     "addresses kept": StepShape(replacements=(('asm volatile("" : "+r"(index) : : "memory");', ""),)),
     "streaming stores": StepShape(replacements=(_STREAMED_STORES,)),
     "streaming loads": StepShape(replacements=(_STREAMED_LOADS,)),

@@ -22,7 +22,7 @@ struct StepOptions {
 FUSED_ADAMW_FUNCTION double beta_power(double beta, long long t) {
   double power = 1.0;
   for (; t > 0; t >>= 1) {
-    power *= (t & 1) != 0 ? beta : 1.0;
+    if ((t & 1) != 0) power *= beta;
     beta *= beta;
   }
   return power;

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fused_adamw
 from cases import assert_same_bits, wide_sample
-from fused_adamw import AdamW, NonfiniteGradientError
+from fused_adamw import _C, AdamW, NonfiniteGradientError
 from training import (
     assert_all_same_bits,
     make_gradients,
@@ -146,6 +146,16 @@ def test_more_tensors_than_fit_in_a_launch(
     shapes = [((0,) if i % 64 in (0, 63) else (1 + i % 5,)) for i in range(count)]
     gradients = make_gradients(make_params(shapes), 2)
     assert_same_training(cuda, lambda params: AdamW(params, max_grad_norm=max_grad_norm), gradients, shapes)
+
+
+def test_tensors_whose_blocks_are_counted_in_several_counters(cuda: torch.device) -> None:
+    """About where several counters begin; each tensor's steps are right, also after one that is skipped."""
+    many, ways, size = (_C.CUDA_LAYOUT[name] for name in ("kManyBlocks", "kWays", "kElementsPerRound"))
+    shapes = [((many + extra) * size - 3,) for extra in range(ways + 2)]
+    gradients = make_gradients(make_params(shapes), 4)
+    gradients[2][1][5] = math.nan
+    _, there = assert_same_training(cuda, lambda p: AdamW(p, nonfinite="skip"), gradients, shapes)
+    assert [there.state[param]["step"].item() for param in params_of(there)] == [3.0] * len(shapes)
 
 
 def test_more_rows_than_are_merged_at_once(cuda: torch.device) -> None:

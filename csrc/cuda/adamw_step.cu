@@ -3,8 +3,8 @@
 // A block of 256 threads updates 1024 elements of one tensor in a round, four neighbours a thread, by 16-byte
 // accesses where the pointers allow, for one round or several. While the elements of the first are under way,
 // three threads form the scalars of the tensor in float64 (bias corrections, clip coefficient) from what lies
-// on the device: nothing is read back, and a replayed graph counts on. The last block of a tensor to finish
-// advances its step counter, when all have read it.
+// on the device: nothing is read back, and a replayed graph counts on. The last block of a tensor to read its
+// step counter advances it.
 #include "device_support.cuh"
 #include "gradient_stats.h"
 #include "philox.h"
@@ -374,13 +374,6 @@ __device__ __forceinline__ long long first_element(const StepParameters<Tensor>&
   return (block * parameters.rounds + round) * kElementsPerRound;
 }
 
-// Adds 1 to a counter; whether it comes to `all`, and is 0 again.
-__device__ __forceinline__ bool is_last(unsigned& counter, unsigned all) {
-  if (atomicAdd(&counter, 1u) + 1u != all) return false;
-  counter = 0;
-  return true;
-}
-
 // Says that a block, in place, has read the counter of its tensor; the last one that does so advances it.
 template <typename Tensor>
 __device__ __forceinline__ void count_block(const StepParameters<Tensor>& parameters, int index, bool skip) {
@@ -389,16 +382,16 @@ __device__ __forceinline__ void count_block(const StepParameters<Tensor>& parame
   const unsigned first = parameters.index.first[index];
   const unsigned next = index + 1 < kMaxTensors<Tensor> ? parameters.index.first[index + 1] : kNoBlock;
   const unsigned blocks = min(next, gridDim.x) - first;
-  unsigned* counters = finished_blocks + parameters.slot + index;
+  const unsigned slot = parameters.slot + index;
   if (blocks > kManyBlocks) {
-    // The blocks of a large tensor would all meet at one address, and the part of the second-level cache that
-    // holds it would keep the whole memory waiting.
-    const unsigned stride = counter_stride(parameters.index.tensors);
+    // Were they all to meet at one address, the part of the second-level cache that holds it would keep the
+    // whole memory waiting.
     const unsigned way = (blockIdx.x - first) % kWays;
-    if (!is_last(counters[(1 + way) * stride], (blocks - way + kWays - 1) / kWays)) return;
-    if (!is_last(*counters, kWays)) return;
+    const unsigned of_way = (blocks - way + kWays - 1) / kWays;
+    if (!is_last(slot + (1 + way) * slots_per_way(parameters.index.tensors), of_way)) return;
+    if (!is_last(slot, kWays)) return;
   } else {
-    if (!is_last(*counters, blocks)) return;
+    if (!is_last(slot, blocks)) return;
   }
   if (!skip) *tensor.step += 1.0f;
 }

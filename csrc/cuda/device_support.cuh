@@ -124,6 +124,13 @@ __device__ __forceinline__ int find_tensor(const BlockIndex<kCapacity>& index, u
   return tensor;
 }
 
+// Counts the calls for a slot: whether this is the last of `all`, after which the slot is 0 again.
+__device__ __forceinline__ bool is_last(unsigned slot, unsigned all) {
+  if (atomicAdd(&finished_blocks[slot], 1u) + 1u != all) return false;
+  finished_blocks[slot] = 0;
+  return true;
+}
+
 // Whether this is the last of so many blocks that share a slot to get here; called by all threads. The last
 // block may go on with what thread 0 of each block wrote before, read through the second-level cache.
 __device__ __forceinline__ bool all_finished(unsigned slot, unsigned blocks) {
@@ -131,8 +138,7 @@ __device__ __forceinline__ bool all_finished(unsigned slot, unsigned blocks) {
   __syncthreads();  // the last use of the shared value, where this is called more than once
   if (threadIdx.x == 0) {
     __threadfence();
-    last = atomicAdd(&finished_blocks[slot], 1u) + 1u == blocks;
-    if (last) finished_blocks[slot] = 0;
+    last = is_last(slot, blocks);
     __threadfence();
   }
   __syncthreads();

@@ -100,6 +100,8 @@ std::map<std::string, long long> launch_layout() {
       FUSED_ADAMW_SIZE(MergeParameters),
       FUSED_ADAMW_CONSTANT(kElementsPerRound),
       FUSED_ADAMW_CONSTANT(kStepsPerProcessor),
+      FUSED_ADAMW_CONSTANT(kManyBlocks),
+      FUSED_ADAMW_CONSTANT(kWays),
       FUSED_ADAMW_CONSTANT(kElementsPerProgram),
       FUSED_ADAMW_CONSTANT(kElementsPerRow),
       FUSED_ADAMW_CONSTANT(kLanes),

@@ -17,7 +17,7 @@ constexpr int kElementsPerRound = kThreads * kElementsPerThread;
 // How many blocks of a step are to run on a multiprocessor at once, where their registers allow.
 constexpr int kStepsPerProcessor = 6;
 
-// The blocks of a tensor that has many count themselves in so many counters, and these in one.
+// The blocks of a tensor that has more than kManyBlocks are counted in kWays counters, and these in one.
 constexpr unsigned kWays = 4;
 constexpr unsigned kManyBlocks = 64;
 
@@ -142,13 +142,13 @@ struct StepParameters {
   StepSettings settings;
   GroupSettings groups[kMaxGroups];
   Tensor tensors[kMaxTensors<Tensor>];
-  unsigned slot;  // of tensor 0; the others follow, and after a stride those of each way
+  unsigned slot;  // of tensor 0; the others follow, then the tensors' slots of each way
   int rounds;     // of kElementsPerRound elements, which a block works on one after another
   BlockIndex<kMaxTensors<Tensor>> index;
 };
 
-// How many slots each way has, for so many tensors: whole cache lines, so that no two ways share one.
-FUSED_ADAMW_FUNCTION unsigned counter_stride(int tensors) {
+// So many tensors have so many slots in each way: whole cache lines, so that no two ways share one.
+FUSED_ADAMW_FUNCTION unsigned slots_per_way(int tensors) {
   constexpr int kSlotsPerLine = 32;
   return static_cast<unsigned>((tensors + kSlotsPerLine - 1) / kSlotsPerLine * kSlotsPerLine);
 }

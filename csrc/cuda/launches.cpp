@@ -123,7 +123,7 @@ class StepBatch {
   void flush() {
     const int tensors = parameters_->index.tensors;
     if (tensors == 0) return;
-    parameters_->slot = launcher_.next_slots(stream_, (1 + kWays) * counter_stride(tensors));
+    parameters_->slot = launcher_.next_slots(stream_, (1 + kWays) * slots_per_way(tensors));
     launcher_.launch("adamw_step", blocks_, kThreads, stream_, parameters_.get(), sizeof(*parameters_),
                      start_);
     start_ = Start::kAfterPrevious;
