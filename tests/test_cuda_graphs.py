@@ -249,6 +249,8 @@ def test_a_whole_training_step(cuda: torch.device) -> None:
 
 # Of torch's own warm-up, whose nodes it keeps for the capture.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
+# Of torch's own backward, where it is the first work of its thread on the device.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 def test_graphed_callables(cuda: torch.device) -> None:
     model, optimizer, twin = trained_model(cuda)
     graphed = torch.cuda.make_graphed_callables(model, (torch.randn(8, 16, device=cuda),))

@@ -338,6 +338,13 @@ def check_buffer(op: str, name: str, buffer: Tensor, shape: Sequence[int]) -> No
         raise ValueError(f"{op}: {name} has strides {buffer.stride()}; a contiguous tensor is required")
 
 
+def check_row_count(op: str, name: str, count: int) -> None:
+    """Refuses more rows than can be merged."""
+    torch._check_value(
+        count <= MAX_ROWS, lambda: f"{op}: {name} has {count} rows; {MAX_ROWS} at most are required"
+    )
+
+
 def check_rows(op: str, name: str, rows: Tensor, count: int | None = None) -> None:
     """Refuses what is no rows of statistics, or not ``count`` of them."""
     if count is None:
@@ -346,9 +353,7 @@ def check_rows(op: str, name: str, rows: Tensor, count: int | None = None) -> No
                 f"{op}: {name} has shape {tuple(rows.shape)}; (number of rows, {ROW_ELEMENTS}) is required"
             )
         count = rows.shape[0]
-        torch._check_value(
-            count <= MAX_ROWS, lambda: f"{op}: {name} has {count} rows; {MAX_ROWS} at most are required"
-        )
+        check_row_count(op, name, count)
     check_buffer(op, name, rows, (count, ROW_ELEMENTS))
 
 
