@@ -489,7 +489,11 @@ __device__ __forceinline__ void step(
 // of them. A block waits for its scalars as long as for its elements, so the others have to keep the memory
 // busy.
 __device__ constexpr int blocks_per_processor(bool in_place, bool amsgrad, WeightForm form) {
-  const int fitting = amsgrad ? (in_place ? 5 : 4) : (in_place && form == kStochasticWeights ? 5 : 6);
+  int fitting = amsgrad ? (in_place ? 5 : 4) : (in_place && form == kStochasticWeights ? 5 : 6);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 900
+  // NVRTC 13.0 would keep some of the random bits in local memory.
+  if (form == kStochasticWeights && in_place == amsgrad) --fitting;
+#endif
   return fitting < kStepsPerProcessor ? fitting : kStepsPerProcessor;
 }
 
