@@ -56,11 +56,8 @@ class StepShape(NamedTuple):
 
     def all_replacements(self) -> list[Replacement]:
         """What is replaced in the sources; the rounds are the launcher's."""
-        blocks = "constexpr int kStepsPerProcessor = "
-        return [
-            (f"{blocks}{_BLOCKS};", f"{blocks}{self.blocks};"),
-            *self.replacements,
-        ]
+        blocks = (f"kStepsPerProcessor = {_BLOCKS};", f"kStepsPerProcessor = {self.blocks};")
+        return [blocks, *self.replacements]
 
 
 STEPS = {

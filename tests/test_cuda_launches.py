@@ -30,9 +30,9 @@ def blocks_of_step(
 
     maxima = make(torch.float32) if amsgrad else []
     steps = [torch.zeros(()) for _ in sizes]
-    params, masters = make(torch.float32), []
-    if weights != "float32":
-        params, masters = make(torch.bfloat16), make(torch.int16 if weights == "split" else torch.float32)
+    rounded = weights != "float32"
+    params = make(torch.bfloat16 if rounded else torch.float32)
+    masters = make(torch.int16 if weights == "split" else torch.float32) if rounded else []
     seeds = list(range(len(sizes))) if weights == "stochastic" else []
     lists = [params, make(grad_dtype), make(torch.float32), make(torch.float32), maxima, steps, masters]
     table = _C.TensorTable("test", lists, [True, False, True, True, True, True, True], seeds)

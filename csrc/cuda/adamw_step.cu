@@ -390,8 +390,8 @@ __device__ __forceinline__ void count_block(const StepParameters<Tensor>& parame
     const unsigned of_way = (blocks - way + kWays - 1) / kWays;
     if (!is_last(slot + (1 + way) * slots_per_way(parameters.index.tensors), of_way)) return;
     if (!is_last(slot, kWays)) return;
-  } else {
-    if (!is_last(slot, blocks)) return;
+  } else if (!is_last(slot, blocks)) {
+    return;
   }
   if (!skip) *tensor.step += 1.0f;
 }
@@ -491,7 +491,7 @@ __device__ __forceinline__ void step(
 __device__ constexpr int blocks_per_processor(bool in_place, bool amsgrad, WeightForm form) {
   int fitting = amsgrad ? (in_place ? 5 : 4) : (in_place && form == kStochasticWeights ? 5 : 6);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 900
-  // NVRTC 13.0 would keep some of the random bits in local memory.
+  // NVRTC 13.0 would keep random bits in local memory: in place with AMSGrad, and out of place without.
   if (form == kStochasticWeights && in_place == amsgrad) --fitting;
 #endif
   return fitting < kStepsPerProcessor ? fitting : kStepsPerProcessor;

@@ -71,8 +71,7 @@ bool same(const GroupSettings& a, const GroupSettings& b) {
          a.weight_decay == b.weight_decay && a.eps == b.eps && a.maximize == b.maximize;
 }
 
-// Whether a block has its elements sooner than it has worked on them: weights that take much work, and few
-// bytes.
+// Whether elements take much work and few bytes.
 bool is_laborious(const TensorTable& table) {
   const WeightForm form = table.weights();
   return table.tensors(kMaxExpAvgSqs).empty() && (form == kSplitWeights || form == kStochasticWeights);
