@@ -13,7 +13,7 @@ from expecttest import assert_expected_inline
 from matplotlib import image
 from typer.testing import CliRunner, Result
 
-from fused_adamw.cli import bench, bench_report, bench_run, contenders, models, timing
+from fused_adamw.cli import bench, bench_report, bench_run, contenders, models, terminal, timing
 from fused_adamw.cli.app import app
 from fused_adamw.cli.bench_run import Measured, Row
 from fused_adamw.cli.contenders import Case, Entry, Storage
@@ -323,6 +323,38 @@ def test_why_contenders_are_left_out() -> None:
 b; d: blocked: no card
 c: void: wrong""",
     )
+
+
+@pytest.mark.parametrize("columns", [None, "80"], ids=["where a pipe has no width", "in a narrow terminal"])
+def test_figures_are_not_cut_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str | None
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    name = "fused_adamw, nvrtc, rounded by chance"
+    row = {
+        "name": name,
+        "outcome": "measured",
+        "timing": {"median": 53220.1e-6, "least": 48770.2e-6, "most": 106200.3e-6},
+        "bytes_per_parameter": 278300.4,
+        "peak_bytes": 6718 * 2**20,
+        "kernels": 5622,
+    }
+    work = {"name": "x", "dtype": "y", "gradients": "z", "mode": "graph", "amsgrad": True, "clip": True}
+    found = {
+        "work": work,
+        "device": "a card",
+        "memory_bytes_per_second": 4.29e12,
+        "ideal_bytes_per_parameter": 32,
+        "contenders": [row],
+    }
+    terminal.console().print(bench_report.table(found))
+    shown = capsys.readouterr().out
+    for figure in ("53,220.1", "48,770.2", "106,200.3", "278,300.4", "6,718.0", "5622"):
+        assert f" {figure} " in shown
+    assert (name in shown) == (columns is None)
+    assert "…" not in shown
 
 
 def test_the_models() -> None:

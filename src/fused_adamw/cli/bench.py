@@ -10,9 +10,8 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
-from fused_adamw.cli import bench_report, bench_run
+from fused_adamw.cli import bench_report, bench_run, terminal
 from fused_adamw.cli.contenders import OURS, Case
 from fused_adamw.cli.dtypes import METAVAR, dtype_name, dtype_of
 from fused_adamw.cli.errors import CommandError
@@ -90,7 +89,7 @@ def bench(
     Ends with 0 where fused_adamw was measured, 1 where a result was wrong or fused_adamw failed, 2 where it
     could not run here.
     """
-    console = Console(highlight=False, markup=False)
+    console = terminal.console()
     kind = (device.value if device else None) or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         shapes = _shapes(model, elements)

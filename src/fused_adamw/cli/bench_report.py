@@ -51,9 +51,10 @@ def table(found: dict[str, Any]) -> Table:
     words = [work["name"], *_dtypes(work), work["mode"], found["device"]]
     words += [word for word in ("amsgrad", "clip") if work[word]]
     result = Table(title=", ".join(words))
-    result.add_column("step", no_wrap=True)
-    for column in ("median, us", "least", "most", "bytes/param", "peak, MiB", "kernels"):
-        result.add_column(column, justify="right")
+    # Where it is narrow, names are broken, not figures.
+    result.add_column("step", overflow="fold")
+    for column in ("median,\nus", "least", "most", "bytes/\nparam", "peak,\nMiB", "kernels"):
+        result.add_column(column, justify="right", no_wrap=True)
     for row in found["contenders"]:
         if row["outcome"] != MEASURED:
             continue

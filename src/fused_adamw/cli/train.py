@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
 from fused_adamw.cli import checkpoint as checkpoints
-from fused_adamw.cli import report
+from fused_adamw.cli import report, terminal
 from fused_adamw.cli.corpus import Corpus
 from fused_adamw.cli.dtypes import METAVAR, dtype_name
 from fused_adamw.cli.errors import CommandError, refusing
@@ -88,7 +87,7 @@ def train(
     Parameters of 16 bits have float32 master weights: fused_adamw's own, and for torch.optim.AdamW copies
     that it updates in their place. With float16, each side scales the loss with its gradient scaler.
     """
-    console = Console(highlight=False, markup=False)
+    console = terminal.console()
     try:
         _check(device, compile, width, heads, lr=lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
         corpus = Corpus.load(data or [], context)

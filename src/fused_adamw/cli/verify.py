@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import fused_adamw
 from fused_adamw import _C, cuda_kernels, torch_library
-from fused_adamw.cli import info, runner
+from fused_adamw.cli import info, runner, terminal
 from fused_adamw.cli.errors import CommandError, refusing
 from fused_adamw.cli.session import interrupts
 from fused_adamw.cli.suites import SUITES
@@ -71,7 +70,7 @@ def verify(
     Ends with 0 where all passed, 1 where any failed, 2 where none failed but some could not be made for want
     of a compiler or a card, 130 after Ctrl-C.
     """
-    console = Console(highlight=False, markup=False)
+    console = terminal.console()
     names = list(SUITES) if suite is SuiteChoice.ALL else [suite.value]
     results = [runner.planned(SUITES[name], compiler.compilers) for name in names]
     if dry_run:
