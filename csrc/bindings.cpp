@@ -103,16 +103,47 @@ bool same_nones(const py::list& objects, const py::list& expected) {
   return true;
 }
 
-// Whether dicts[i][key] is expected[i] for all i.
-bool same_entries(const py::list& dicts, const py::str& key, const py::list& expected) {
-  const std::size_t size = expected.size();
-  if (dicts.size() != size) return false;
-  for (std::size_t i = 0; i < size; ++i) {
-    PyObject* const dict = PyList_GET_ITEM(dicts.ptr(), i);
-    if (!PyDict_Check(dict)) return false;
-    if (PyDict_GetItemWithError(dict, key.ptr()) != PyList_GET_ITEM(expected.ptr(), i)) return false;
-  }
-  return true;
+template <typename Function>
+void for_each_entry(PyObject* dict, Function function) {
+  Py_ssize_t position = 0;
+  PyObject* key = nullptr;
+  PyObject* value = nullptr;
+  while (PyDict_Next(dict, &position, &key, &value) != 0) function(key, value);
+}
+
+// Calls `function` with the objects that a dict of dicts consists of, one after another, and `count` with the
+// number of entries of each dict, which tells what belongs to which.
+template <typename Object, typename Count>
+void for_each_part(const py::dict& dicts, Object object, Count count) {
+  for_each_entry(dicts.ptr(), [&](PyObject* key, PyObject* inner) {
+    object(key);
+    object(inner);
+    if (!PyDict_Check(inner)) return count(-1);
+    count(PyDict_GET_SIZE(inner));
+    for_each_entry(inner, [&](PyObject* inner_key, PyObject* value) {
+      object(inner_key);
+      object(value);
+    });
+  });
+}
+
+py::list parts_of_dicts(const py::dict& dicts) {
+  py::list parts;
+  for_each_part(
+      dicts, [&](PyObject* object) { parts.append(py::handle(object)); },
+      [&](Py_ssize_t count) { parts.append(py::int_(count)); });
+  return parts;
+}
+
+bool are_parts_of_dicts(const py::dict& dicts, const py::list& parts) {
+  const std::size_t size = parts.size();
+  std::size_t i = 0;
+  bool same = true;
+  const auto next = [&] { return PyList_GET_ITEM(parts.ptr(), i++); };
+  for_each_part(
+      dicts, [&](PyObject* object) { same = same && i < size && next() == object; },
+      [&](Py_ssize_t count) { same = same && i < size && PyLong_AsSsize_t(next()) == count; });
+  return same && i == size;
 }
 
 dlpack::Tensor read_tensor(PyObject* object) {
@@ -124,11 +155,42 @@ dlpack::Tensor read_tensor(PyObject* object) {
   dlpack::Tensor tensor;
   if (torch_api.exchange->tensor_from_py_object(object, &tensor) != 0) throw py::error_already_set();
   // Such as torch's lazily zero tensors: nothing that torch calls a tensor may make a kernel read at null.
-  const bool empty =
-      std::any_of(tensor.shape, tensor.shape + tensor.ndim, [](auto size) { return size == 0; });
-  if (tensor.data == nullptr && !empty) throw py::value_error("a tensor with elements has no storage");
+  if (tensor.data == nullptr &&
+      std::none_of(tensor.shape, tensor.shape + tensor.ndim, [](auto size) { return size == 0; })) {
+    throw py::value_error("a tensor with elements has no storage");
+  }
   return tensor;
 }
+
+// Keeps tensors alive from C++, too.
+//
+// A tensor with one reference in C++ belongs to its Python object, one with several owns it: torch passes the
+// ownership over when the second reference comes, and back when it goes. Reading a tensor and counting its
+// version take such a reference each; where there is one already, they cost a third.
+class HeldTensors {
+ public:
+  explicit HeldTensors(const py::sequence& tensors) {
+    held_.reserve(tensors.size());
+    for_each_item(fast_sequence(tensors), [&](PyObject* item) {
+      dlpack::ManagedTensor* tensor = nullptr;
+      if (!is_plain(Py_TYPE(item))) return;
+      if (torch_api.exchange->managed_tensor_from_py_object(item, &tensor) != 0) {
+        PyErr_Clear();  // it is refused where it is read
+      } else {
+        held_.emplace_back(tensor);
+      }
+    });
+  }
+
+ private:
+  struct Release {
+    void operator()(dlpack::ManagedTensor* tensor) const {
+      if (tensor->deleter != nullptr) tensor->deleter(tensor);
+    }
+  };
+
+  std::vector<std::unique_ptr<dlpack::ManagedTensor, Release>> held_;
+};
 
 // Whether the storage holds the negated values, which DLPack does not tell. Such a view, the imaginary part
 // of a conjugate, steps over the real parts: only with one element can its strides pass the checks.
@@ -372,7 +434,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("only_plain_tensors", &only_plain_tensors, py::arg("lists"));
   m.def("same_objects", &same_objects, py::arg("found"), py::arg("expected"));
   m.def("same_nones", &same_nones, py::arg("objects"), py::arg("expected"));
-  m.def("same_entries", &same_entries, py::arg("dicts"), py::arg("key"), py::arg("expected"));
+  m.def("parts_of_dicts", &parts_of_dicts, py::arg("dicts"));
+  m.def("are_parts_of_dicts", &are_parts_of_dicts, py::arg("dicts"), py::arg("parts"));
+
+  py::class_<HeldTensors>(m, "HeldTensors").def(py::init<const py::sequence&>(), py::arg("tensors"));
 
   m.attr("WEIGHT_FORMS") = std::array<const char*, 4>{name_of(kFloat32Weights), name_of(kMasterWeights),
                                                       name_of(kStochasticWeights), name_of(kSplitWeights)};

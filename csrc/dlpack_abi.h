@@ -40,6 +40,15 @@ struct Version {
   std::uint32_t minor;
 };
 
+// A tensor that is kept alive until `deleter` is called.
+struct ManagedTensor {
+  Version version;
+  void* manager_ctx;
+  void (*deleter)(ManagedTensor* self);
+  std::uint64_t flags;
+  Tensor tensor;
+};
+
 struct ExchangeApiHeader {
   Version version;
   ExchangeApiHeader* prev_api;  // an older table, or null
@@ -48,7 +57,8 @@ struct ExchangeApiHeader {
 struct ExchangeApi {
   ExchangeApiHeader header;
   void* managed_tensor_allocator;
-  void* managed_tensor_from_py_object;
+  // A new managed tensor; -1 with a Python error set on failure.
+  int (*managed_tensor_from_py_object)(void* py_object, ManagedTensor** out);
   void* managed_tensor_to_py_object;
   // Fills the tensor without owning anything; -1 with a Python error set on failure. The object must be an
   // instance of the type that the table was read from: it is not checked.

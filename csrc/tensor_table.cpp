@@ -16,7 +16,7 @@ struct FingerprintHash {
 // Models in a process, times their groups, are few; a program that makes up layouts without end must not
 // make the memories grow without end.
 constexpr std::size_t kRememberedLayouts = 4096;
-constexpr std::size_t kRememberedIntervals = 64;
+constexpr std::size_t kRememberedCalls = 64;
 
 std::unordered_set<Fingerprint, FingerprintHash>& known_layouts() {
   static std::unordered_set<Fingerprint, FingerprintHash> layouts;
@@ -47,10 +47,13 @@ void for_each_tensor(const std::vector<const TensorTable*>& tables, bool written
   }
 }
 
-// What a call writes: in the order of its tensors, and in that of the addresses.
-struct WrittenMemory {
-  Intervals in_order;
+// What a call writes, in the order of its tensors and in that of the addresses; and what it read the last
+// time, which shared nothing with that.
+struct CallMemory {
+  Intervals written;
   Intervals sorted;
+  Intervals read;
+  bool elementwise = false;
 };
 
 // The numbers of tensors and the first address of each written list.
@@ -66,18 +69,24 @@ Fingerprint sketch_written(const std::vector<const TensorTable*>& tables) {
   return key;
 }
 
-// Whether these are the tensors that the tables write, at the same places of the same lists.
-bool is_written(const std::vector<const TensorTable*>& tables, const Intervals& in_order) {
+// Whether these are the tensors that the tables write, or read, at the same places of the same lists.
+bool are_tensors(const Intervals& expected, const std::vector<const TensorTable*>& tables, bool written) {
   std::size_t i = 0;
   bool same = true;
-  for_each_tensor(tables, true, [&](const Interval& interval) {
-    same = same && i < in_order.size() && interval.begin == in_order[i].begin &&
-           interval.end == in_order[i].end && interval.position.table == in_order[i].position.table &&
-           interval.position.list == in_order[i].position.list &&
-           interval.position.index == in_order[i].position.index;
+  for_each_tensor(tables, written, [&](const Interval& interval) {
+    same = same && i < expected.size() && interval.begin == expected[i].begin &&
+           interval.end == expected[i].end && interval.position.table == expected[i].position.table &&
+           interval.position.list == expected[i].position.list &&
+           interval.position.index == expected[i].position.index;
     ++i;
   });
-  return same && i == in_order.size();
+  return same && i == expected.size();
+}
+
+Intervals intervals_of(const std::vector<const TensorTable*>& tables, bool written) {
+  Intervals intervals;
+  for_each_tensor(tables, written, [&](const Interval& interval) { intervals.push_back(interval); });
+  return intervals;
 }
 
 // Brings the written tensors into the order of their addresses, or returns the first two that overlap.
@@ -95,10 +104,10 @@ std::optional<Overlap> sort_written(Intervals& intervals) {
 
 }  // namespace
 
-void Fingerprint::add(std::uint64_t word) {
-  low = (low ^ word) * 0x9FB21C651E98DF25u;
+void Fingerprint::add(std::uint64_t low_word, std::uint64_t high_word) {
+  low = (low ^ low_word) * 0x9FB21C651E98DF25u;
   low ^= low >> 32;
-  high = (high + word) * 0xD6E8FEB86659FD93u;
+  high = (high + high_word) * 0xD6E8FEB86659FD93u;
   high ^= high >> 29;
 }
 
@@ -112,25 +121,27 @@ void TensorTable::begin_list(bool written, std::size_t size) {
 }
 
 std::int64_t TensorTable::add(const dlpack::Tensor& tensor) {
-  layout_.add(static_cast<std::uint64_t>(tensor.ndim) << 32 | tensor.dtype.lanes << 16 |
-              tensor.dtype.bits << 8 | tensor.dtype.code);
-  layout_.add(static_cast<std::uint64_t>(tensor.device.type) << 32 |
-              static_cast<std::uint32_t>(tensor.device.id));
+  FingerprintWords layout;
+  layout.add(static_cast<std::uint64_t>(tensor.ndim) << 32 | tensor.dtype.lanes << 16 |
+             tensor.dtype.bits << 8 | tensor.dtype.code);
+  layout.add(static_cast<std::uint64_t>(tensor.device.type) << 32 |
+             static_cast<std::uint32_t>(tensor.device.id));
   if (!first_device_) first_device_ = tensor.device;
   std::int64_t size = 1;
   for (std::int32_t d = 0; d < tensor.ndim; ++d) {
     size *= tensor.shape[d];
-    layout_.add(static_cast<std::uint64_t>(tensor.shape[d]));
-    layout_.add(static_cast<std::uint64_t>(tensor.strides[d]));
+    for (const std::int64_t extent : {tensor.shape[d], tensor.strides[d]}) {
+      if (layout.full()) {
+        layout_.add(layout);
+        layout = {};
+      }
+      layout.add(static_cast<std::uint64_t>(extent));
+    }
   }
+  layout_.add(layout);
   lists_.back().tensors.push_back({static_cast<char*>(tensor.data) + tensor.byte_offset, size,
                                    size * (tensor.dtype.bits / 8), tensor.dtype});
   return size;
-}
-
-const std::vector<TensorView>& TensorTable::tensors(std::size_t list) const {
-  static const std::vector<TensorView> none;
-  return list < lists_.size() ? lists_[list].tensors : none;
 }
 
 void TensorTable::set_rounding_seeds(std::vector<std::int64_t> seeds) {
@@ -157,35 +168,38 @@ void TensorTable::remember_layout() const {
 }
 
 std::optional<Overlap> find_overlap(const std::vector<const TensorTable*>& tables, bool elementwise) {
-  // Parameters and states keep their addresses, so sorting them is done once per set of addresses. Comparing
-  // with those of before is a third of the work of hashing them all, so the key takes only a few of them.
-  static std::unordered_map<Fingerprint, WrittenMemory, FingerprintHash> remembered;
+  // Parameters and states keep their addresses, and gradients often get those of the step before: so what was
+  // found is remembered. Comparing with those of before is a third of the work of hashing them all, so the
+  // key takes only a few of them.
+  static std::unordered_map<Fingerprint, CallMemory, FingerprintHash> remembered;
   const Fingerprint key = sketch_written(tables);
   auto found = remembered.find(key);
-  if (found == remembered.end() || !is_written(tables, found->second.in_order)) {
-    WrittenMemory memory;
-    for_each_tensor(tables, true, [&](const Interval& interval) { memory.in_order.push_back(interval); });
-    memory.sorted = memory.in_order;
+  if (found == remembered.end() || !are_tensors(found->second.written, tables, true)) {
+    CallMemory memory;
+    memory.written = intervals_of(tables, true);
+    memory.sorted = memory.written;
     if (const auto overlap = sort_written(memory.sorted)) return overlap;
-    if (found == remembered.end() && remembered.size() >= kRememberedIntervals) remembered.clear();
+    if (found == remembered.end() && remembered.size() >= kRememberedCalls) remembered.clear();
     found = remembered.insert_or_assign(key, std::move(memory)).first;
   }
-  const Intervals& written = found->second.sorted;
+  CallMemory& memory = found->second;
+  if (memory.elementwise == elementwise && are_tensors(memory.read, tables, false)) return std::nullopt;
 
-  std::optional<Overlap> overlap;
-  for_each_tensor(tables, false, [&](const Interval& read) {
-    if (overlap) return;
+  const Intervals reads = intervals_of(tables, false);
+  for (const Interval& read : reads) {
     // The first written tensor that ends behind the read one's beginning; those before cannot touch it.
     const auto next =
-        std::upper_bound(written.begin(), written.end(), read.begin,
+        std::upper_bound(memory.sorted.begin(), memory.sorted.end(), read.begin,
                          [](std::uintptr_t begin, const Interval& interval) { return begin < interval.end; });
-    if (next == written.end() || next->begin >= read.end) return;
+    if (next == memory.sorted.end() || next->begin >= read.end) continue;
     const bool same_place =
         next->position.table == read.position.table && next->position.index == read.position.index;
-    if (elementwise && same_place && next->begin == read.begin && next->end == read.end) return;
-    overlap = Overlap{next->position, read.position};
-  });
-  return overlap;
+    if (elementwise && same_place && next->begin == read.begin && next->end == read.end) continue;
+    return Overlap{next->position, read.position};
+  }
+  memory.read = reads;
+  memory.elementwise = elementwise;
+  return std::nullopt;
 }
 
 }  // namespace fused_adamw

@@ -6,6 +6,7 @@
 // anew), so they are not part of it; the one check on addresses, for overlap, runs every time.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -30,13 +31,58 @@ struct TensorView {
   }
 };
 
+// Words that are added to a fingerprint together, each multiplied by a number of its place: unlike those that
+// are added one after another, none has to wait for another.
+class FingerprintWords {
+ public:
+  static constexpr std::size_t kPlaces = 16;
+
+  bool full() const { return count_ == kPlaces; }
+  void add(std::uint64_t word) {
+    low_ += word * kMultipliers[count_].low;
+    high_ += word * kMultipliers[count_].high;
+    ++count_;
+  }
+
+  std::uint64_t low() const { return low_; }
+  std::uint64_t high() const { return high_; }
+
+ private:
+  struct Multiplier {
+    std::uint64_t low = 0x9FB21C651E98DF25u;
+    std::uint64_t high = 0xD6E8FEB86659FD93u;
+  };
+
+  // Powers of the first.
+  static constexpr std::array<Multiplier, kPlaces> multipliers() {
+    std::array<Multiplier, kPlaces> powers = {};
+    for (std::size_t i = 1; i < kPlaces; ++i) {
+      powers[i].low = powers[i - 1].low * powers[0].low;
+      powers[i].high = powers[i - 1].high * powers[0].high;
+    }
+    return powers;
+  }
+  static const std::array<Multiplier, kPlaces> kMultipliers;
+
+  std::uint64_t low_ = 0;
+  std::uint64_t high_ = 0;
+  std::size_t count_ = 0;
+};
+
+inline constexpr std::array<FingerprintWords::Multiplier, FingerprintWords::kPlaces>
+    FingerprintWords::kMultipliers = multipliers();
+
 // 128 bits: two layouts that differ share a fingerprint with a probability of about 2^-128.
 struct Fingerprint {
   std::uint64_t low = 0x9E3779B97F4A7C15u;
   std::uint64_t high = 0xC2B2AE3D27D4EB4Fu;
 
-  void add(std::uint64_t word);
+  void add(std::uint64_t word) { add(word, word); }
+  void add(const FingerprintWords& words) { add(words.low(), words.high()); }
   bool operator==(const Fingerprint& other) const { return low == other.low && high == other.high; }
+
+ private:
+  void add(std::uint64_t low_word, std::uint64_t high_word);
 };
 
 // The order of a step's lists; `written` flags are the caller's.
@@ -70,7 +116,9 @@ class TensorTable {
   const std::vector<List>& lists() const { return lists_; }
 
   // The tensors of one list; none where the op has no such list.
-  const std::vector<TensorView>& tensors(std::size_t list) const;
+  const std::vector<TensorView>& tensors(std::size_t list) const {
+    return list < lists_.size() ? lists_[list].tensors : kNone;
+  }
 
   // Where tensor i of a list lies; null where the op has no such list.
   template <typename T>
@@ -87,6 +135,8 @@ class TensorTable {
   void remember_layout() const;
 
  private:
+  inline static const std::vector<TensorView> kNone;
+
   std::vector<List> lists_;
   std::optional<dlpack::Device> first_device_;
   std::vector<std::int64_t> rounding_seeds_;

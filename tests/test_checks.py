@@ -278,6 +278,18 @@ grad, exp_avg, exp_avg_sq, max_exp_avg_sq: ValueError: <op>: <name> has shape ()
     )
 
 
+def test_another_shape_in_many_dimensions(device: torch.device) -> None:
+    """The layout of a tensor is remembered in parts of 16 numbers: of 7 dimensions, then of 8 each."""
+    for dims in (6, 7, 8, 14, 15, 16, 30):
+        ones = [1] * (dims - 2)
+        lists = lists_of([normal_sample([*ones, 2, 3], seed=i, device=device) for i in range(3)])
+        assert step_inplace_op(*lists) is None
+        for shape in ([*ones, 3, 2], [3, *ones, 2], [*ones[:-1], 2, 1, 3], [1, *ones, 2, 3]):
+            lists[1][1] = torch.ones(shape, device=device)
+            text = refusal(lambda lists=lists: step_inplace_op(*lists), all_of(lists), device)  # type: ignore[misc]
+            assert text.startswith("ValueError: fused_adamw::step_: grads[1] has shape"), text
+
+
 def test_as_many_elements_in_another_shape(device: torch.device) -> None:
     assert_expected_inline(
         refusals(device, lambda t: t.view(6, 20), LIKE_PARAM),
@@ -963,6 +975,27 @@ ValueError: fused_adamw::step_: exp_avg_sqs[1] and grads[0] share memory
 ValueError: fused_adamw::step_: max_exp_avg_sqs[0] and grads[2] share memory
 ValueError: fused_adamw::step_: max_exp_avg_sqs[2] and grads[0] share memory
 ValueError: fused_adamw::step_: max_exp_avg_sqs[1] and grads[0] share memory""",
+    )
+
+
+def test_a_gradient_that_comes_to_share_memory(device: torch.device) -> None:
+    """What shared nothing in the calls before is remembered."""
+    lists = make_lists(device)
+    right = list(lists[1])
+    found = []
+    for wrong in (lists[0][0], lists[3][2]):
+        for grads in (right, right, [grad.clone() for grad in right], right):
+            lists[1][:] = grads
+            assert step_inplace_op(*lists) is None
+        lists[1][1] = wrong
+        found += [refuse_lists(device, lists), refuse_lists(device, lists)]
+    assert_expected_inline(
+        "\n".join(found),
+        """\
+ValueError: fused_adamw::step_: params[0] and grads[1] share memory
+ValueError: fused_adamw::step_: params[0] and grads[1] share memory
+ValueError: fused_adamw::step_: exp_avg_sqs[2] and grads[1] share memory
+ValueError: fused_adamw::step_: exp_avg_sqs[2] and grads[1] share memory""",
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import lr_scheduler
 
 import fused_adamw
@@ -381,6 +384,21 @@ def swap_keys_of_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state = defaultdict(dict, {other.get(p, p): state for p, state in optimizer.state.items()})
 
 
+def note_of_someone_else(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[params_of(optimizer)[0]]["note"] = torch.ones(2)
+
+
+def state_of_something_else(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state["note"] = 7  # type: ignore[index]
+
+
+def swap_with_new_parameter(optimizer: torch.optim.Optimizer) -> None:
+    """What ``Module.to`` and ``Module.load_state_dict`` can be told to do (torch.__future__)."""
+    param = params_of(optimizer)[0]
+    param.grad = None
+    torch.utils.swap_tensors(param, nn.Parameter(param.detach() * 2.0))
+
+
 def add_parameter_to_list(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["params"] += make_params([(4, 4)], seed=5)
 
@@ -452,6 +470,9 @@ CHANGES: dict[str, Callable[[torch.optim.Optimizer], None]] = {
     "no state of one parameter": forget_one_parameter,
     "states swapped": swap_states,
     "keys of states swapped": swap_keys_of_states,
+    "a note of someone else": note_of_someone_else,
+    "a state of something else": state_of_something_else,
+    "parameter swapped with a new one": swap_with_new_parameter,
     "parameter added to the list": add_parameter_to_list,
     "parameter removed from the list": remove_parameter_from_list,
     "parameter replaced in the list": replace_parameter_in_list,
@@ -503,6 +524,52 @@ def test_a_change_between_steps_is_noticed(name: str) -> None:
             rtol=1e-5,
             atol=1e-6,
         )
+
+
+@pytest.mark.parametrize("name", ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+def test_a_plan_keeps_no_storage_that_a_state_no_longer_has(name: str) -> None:
+    """States are moved to the CPU and back in this way, to make room."""
+    params = make_params()
+    optimizer = fused_adamw.AdamW(params, amsgrad=True)
+    train(optimizer, make_gradients(params, 2))
+    entry = optimizer.state[params[0]][name]
+    storage = StorageWeakRef(entry.untyped_storage())
+    entry.data = entry.clone()
+    assert storage.expired()
+
+
+def attribute_of_a_parameter(optimizer: torch.optim.Optimizer) -> None:
+    params_of(optimizer)[0].owner = optimizer  # type: ignore[attr-defined]
+
+
+def hook_of_a_parameter(optimizer: torch.optim.Optimizer) -> None:
+    params_of(optimizer)[0].register_hook(lambda _: optimizer.zero_grad())
+
+
+def note_in_a_state(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[params_of(optimizer)[0]]["note"] = optimizer.step
+
+
+@pytest.mark.parametrize("refer", [attribute_of_a_parameter, hook_of_a_parameter, note_in_a_state])
+@pytest.mark.parametrize("cls", BOTH)
+def test_an_optimizer_that_its_parameters_refer_to_is_collected(
+    cls: type[torch.optim.Optimizer], refer: Callable[[torch.optim.Optimizer], None]
+) -> None:
+    """Only the garbage collector finds the cycle, so a plan must not hide from it what it holds."""
+
+    def make() -> tuple[weakref.ref[Any], list[StorageWeakRef]]:
+        params = make_params()
+        optimizer = cls(params)
+        train(optimizer, make_gradients(params, 2))
+        tensors = tensors_of(optimizer)
+        refer(optimizer)
+        train(optimizer, make_gradients(params, 2))
+        return weakref.ref(optimizer), [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+    optimizer, storages = make()
+    gc.collect()
+    assert optimizer() is None
+    assert all(storage.expired() for storage in storages)
 
 
 def test_gradients_of_another_dtype_are_noticed() -> None:

@@ -35,6 +35,8 @@ from fused_adamw.torch_library.step_options import (
 
 OP = "fused_adamw::adamw_scaled"
 
+_GRADS = StepLists._fields.index("grads")
+
 
 def apply(groups: Sequence[StepGroup], report: Tensor, guard: GradientGuardOptions, amp: AmpTensors) -> None:
     """Updates all groups, through the op where a compiler, a mode or a subclass must see it."""
@@ -79,7 +81,7 @@ def analyze_and_update(
     device = groups[0].lists.params[0].device
     checks.check_guard(OP, guard.max_norm, guard.epsilon)
     tables = step_inplace.read(groups, amp, op=OP)
-    count = sum(table.count_rows(StepLists._fields.index("grads")) for table in tables)
+    count = sum(table.count_rows(_GRADS) for table in tables)
     checks.check_row_count(OP, "rows", count)
     rows = torch.empty(count, ROW_ELEMENTS, dtype=torch.float32, device=device)
     scratch, report = merge_gradient_stats.new_storage(rows, hierarchical)

@@ -10,7 +10,7 @@ required. The same functions serve the fakes, so shapes may be symbolic: those a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -189,11 +189,11 @@ def refuse_vmap(op: str) -> NoReturn:
     )
 
 
-def refuse_autograd(op: str, arguments: Mapping[str, Tensor | Sequence[Tensor] | None]) -> None:
+def refuse_autograd(op: str, arguments: Iterable[tuple[str, Tensor | Sequence[Tensor] | None]]) -> None:
     """Refuses tensors that autograd would have to follow through the op (RuntimeError)."""
     if not torch.is_grad_enabled():
         return
-    for name, argument in arguments.items():
+    for name, argument in arguments:
         single = isinstance(argument, Tensor)
         for i, tensor in enumerate([argument] if single else argument or ()):
             if tensor.requires_grad:
@@ -340,6 +340,8 @@ def check_buffer(op: str, name: str, buffer: Tensor, shape: Sequence[int]) -> No
 
 def check_row_count(op: str, name: str, count: int) -> None:
     """Refuses more rows than can be merged."""
+    if type(count) is int and count <= MAX_ROWS:
+        return  # spares an eager step what only a tracer's symbol needs
     torch._check_value(
         count <= MAX_ROWS, lambda: f"{op}: {name} has {count} rows; {MAX_ROWS} at most are required"
     )

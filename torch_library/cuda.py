@@ -16,6 +16,8 @@ from fused_adamw.options import GradientGuardOptions, Scalar
 from fused_adamw.torch_library.checks import StepLists
 from fused_adamw.torch_library.step_options import AmpTensors, StepOptions
 
+_MAX_EXP_AVG_SQS = StepLists._fields.index("max_exp_avg_sqs")
+
 
 def bad_step(tables: Sequence[_C.TensorTable]) -> tuple[int, int] | None:
     """Nothing: the counters lie on the device."""
@@ -101,7 +103,7 @@ def _by_variant(
     """The kernels that update these tables, and which tables each."""
     variants: dict[StepVariant, list[int]] = {}
     for i, table in enumerate(tables):
-        amsgrad = table.list_size(StepLists._fields.index("max_exp_avg_sqs")) > 0
+        amsgrad = table.list_size(_MAX_EXP_AVG_SQS) > 0
         variants.setdefault(StepVariant(in_place, amsgrad, table.weights), []).append(i)
     return variants.items()
 

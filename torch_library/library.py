@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -97,8 +98,7 @@ def refuse_overlap(
 
 def bump_versions(written: Iterable[Sequence[Tensor]]) -> None:
     """Tells autograd that these are about to change; ops of ``Library.impl`` have to do so themselves."""
-    for tensors in written:
-        torch.autograd.graph.increment_version(tensors)
+    torch.autograd.graph.increment_version(itertools.chain.from_iterable(written))
 
 
 def is_intercepted() -> bool:

@@ -30,6 +30,7 @@ int16 masters, 4 more with float32 ones beside their 16-bit parameters, which ar
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -152,7 +153,7 @@ def read(
     tables = []
     for i, group in enumerate(groups):
         name = op if len(groups) == 1 else f"{op}, group {i}"
-        checks.refuse_autograd(name, group.lists._asdict())
+        checks.refuse_autograd(name, zip(StepLists._fields, group.lists, strict=True))
         seeds = group.rounding_seeds
         check = functools.partial(checks.check_step_lists, name, group.lists, seeds)
         tables.append(read_table(OP, StepLists._fields, group.lists, _WRITTEN, check, seeds))
@@ -161,8 +162,8 @@ def read(
     scalars: dict[str, object] = {"report": report, **amp._asdict()}
     for i, group in enumerate(groups):
         suffix = f" of group {i}" if len(groups) > 1 else ""
-        for name in ("lr", "beta1", "beta2"):
-            scalars[name + suffix] = getattr(group.options, name)
+        for name, value in group.options.tensors().items():
+            scalars[name + suffix] = value
     refuse_overlap(op, tables, StepLists._fields, elementwise=True, scalars=scalars)
     bad_step = backend(device).bad_step(tables)
     if bad_step is not None:
@@ -184,17 +185,18 @@ def write(
     runs = backend(groups[0].lists.params[0].device)
     if runs.must_skip(amp, report):
         return
-    for group in groups:
-        bump_versions(tensors for tensors, written in zip(group.lists, _WRITTEN, strict=True) if written)
     options = [group.options for group in groups]
     runs.step_in_place(tables, options, amp, report, guard, after_analysis=after_analysis)
+    # While a device computes.
+    for group in groups:
+        bump_versions(itertools.compress(group.lists, _WRITTEN))
 
 
 def fake_update(group: StepGroup, amp: AmpTensors, *, op: str = OP) -> None:
     """The checks of ``update`` that need no values."""
     lists, options, rounding_seeds = group
     checks.check_step_lists(op, lists, rounding_seeds)
-    checks.refuse_autograd(op, lists._asdict())
+    checks.refuse_autograd(op, zip(StepLists._fields, lists, strict=True))
     if lists.params:
         device = lists.params[0].device
         options.check_tensors(op, device)

@@ -34,15 +34,22 @@ class StepOptions(NamedTuple):
     eps: float
     maximize: bool
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of the options that are tensors, by their names."""
+        values = (("lr", self.lr), ("beta1", self.beta1), ("beta2", self.beta2))
+        return {name: value for name, value in values if isinstance(value, Tensor)}
+
     def on(self, device: torch.device) -> StepOptions:
         """The options with their tensors where the parameters are."""
+        if not self.tensors():
+            return self
         lr, beta1, beta2 = (_on(value, device) for value in (self.lr, self.beta1, self.beta2))
         return self._replace(lr=lr, beta1=beta1, beta2=beta2)
 
     def check_tensors(self, op: str, device: torch.device) -> None:
         """Checks what can be known without the values, which a fake does not have."""
-        for name in ("lr", "beta1", "beta2"):
-            check_option_tensor(op, name, getattr(self, name), device)
+        for name, value in self.tensors().items():
+            check_option_tensor(op, name, value, device)
 
     def check_values(self, op: str) -> None:
         """Checks the values that the host can read without waiting for a device."""
@@ -75,7 +82,7 @@ class AmpTensors(NamedTuple):
 
     def check_values(self, op: str) -> None:
         """Checks the scale, where the host can read it without waiting for a device."""
-        scale = host_value(self.scale_or_one())
+        scale = None if self.grad_scale is None else host_value(self.grad_scale)
         if scale is not None:
             checks.check_grad_scale(op, scale)
 
@@ -126,7 +133,7 @@ def check_option_tensor(
 ) -> None:
     """Refuses a tensor in the place of a number that is no single number on the parameters' device."""
     if isinstance(value, Tensor):
-        checks.refuse_autograd(op, {name: value})
+        checks.refuse_autograd(op, {name: value}.items())
         checks.check_scalar_tensor(op, name, value, dtypes)
         checks.check_same_device(op, name, value, device)
 

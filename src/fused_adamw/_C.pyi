@@ -17,8 +17,19 @@ def same_objects(found: list[Any], expected: list[Any]) -> bool:
 def same_nones(objects: list[Any], expected: list[bool]) -> bool:
     """Whether ``objects[i]`` is None exactly where ``expected[i]`` is True."""
 
-def same_entries(dicts: list[dict[str, Any]], key: str, expected: Sequence[Any]) -> bool:
-    """Whether ``dicts[i][key] is expected[i]`` for all i, and there is none beyond."""
+def parts_of_dicts(dicts: dict[Any, dict[Any, Any]]) -> list[Any]:
+    """All objects that a dict of dicts consists of, and the number of entries of each dict."""
+
+def are_parts_of_dicts(dicts: dict[Any, dict[Any, Any]], parts: list[Any]) -> bool:
+    """Whether a dict of dicts consists of these very objects, in this order."""
+
+class HeldTensors:
+    """Keeps tensors alive, whatever storage they have, and makes reading them faster while it lives.
+
+    Tensors of subclasses are left out.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None: ...
 
 class TensorTable:
     """The tensors of one call, read through DLPack; valid while the caller holds the tensors.

@@ -124,13 +124,14 @@ class Kernels:
 
     def step(self, variant: StepVariant) -> _C.CudaLauncher:
         """What launches a step."""
-        return self._load(STEP, variant.definitions())
+        return self._load(STEP, variant)
 
     def stats(self) -> _C.CudaLauncher:
         """What launches the kernels of the statistics."""
-        return self._load(STATS, ())
+        return self._load(STATS)
 
-    def _load_module(self, source: str, definitions: tuple[str, ...]) -> _C.CudaLauncher:
+    def _load_module(self, source: str, variant: StepVariant | None = None) -> _C.CudaLauncher:
+        definitions = () if variant is None else variant.definitions()
         architecture = _C.cuda_compute_capability(self._device)
         return _C.CudaModule(self._device, cubin(source, architecture, definitions))
 

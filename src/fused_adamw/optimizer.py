@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, overload
@@ -459,7 +460,8 @@ class AdamW(torch.optim.Optimizer):
         report, rows = adamw_scaled.analyze_and_update(
             groups, self._guard(), amp.on(device), hierarchical=self.hierarchical_stats
         )
-        self._record.last = (report, rows, [param for group in groups for param in group.lists.params])
+        params = itertools.chain.from_iterable(group.lists.params for group in groups)
+        self._record.last = (report, rows, list(params))
 
     def _refuse_nonfinite(self) -> None:
         last = self.last_stats

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fused_adamw import _C
-from fused_adamw.state import MASTER, REMAINDER
 from fused_adamw.torch_library.checks import ROUNDED_DTYPES, StepLists
 
 
@@ -65,19 +63,24 @@ class Plan:
         self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], wholes: list[Part]
     ) -> None:
         # Comparing keys by identity spares the calls of Tensor.__hash__ that looking them up costs.
-        self._state_keys = list(state)
-        self._state_values = list(state.values())
-        self._groups = [_GroupPlan(group, state, own) for group, own in zip(groups, wholes, strict=True)]
+        self._state = _C.parts_of_dicts(state)
+        # Not the parameters: torch.utils.swap_tensors refuses tensors that C++ holds.
+        self._held = _C.HeldTensors(
+            [
+                value
+                for own in state.values()
+                if isinstance(own, dict)
+                for value in own.values()
+                if isinstance(value, Tensor)
+            ]
+        )
+        self._groups = [_GroupPlan(group, own) for group, own in zip(groups, wholes, strict=True)]
 
     def parts(
         self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
     ) -> list[list[Part]] | None:
         """Each group's parts with the gradients of now, or None where the plan no longer holds."""
-        if (
-            len(groups) != len(self._groups)
-            or not _C.same_objects(list(state), self._state_keys)
-            or not _C.same_objects(list(state.values()), self._state_values)
-        ):
+        if len(groups) != len(self._groups) or not _C.are_parts_of_dicts(state, self._state):
             return None
         all_parts = []
         for plan, group in zip(self._groups, groups, strict=True):
@@ -91,32 +94,13 @@ class Plan:
 class _GroupPlan:
     """The part of a plan that belongs to one group."""
 
-    def __init__(self, group: dict[str, Any], state: dict[Tensor, dict[str, Any]], whole: Part) -> None:
-        lists = whole.lists
+    def __init__(self, group: dict[str, Any], whole: Part) -> None:
         self._options = _options(group)
         self._params = list(group["params"])
         self._without_grad = [param.grad is None for param in self._params]
-        self._whole = Part(lists._replace(grads=()), whole.places)  # a plan must not keep gradients alive
-        self._parts = len(split(whole)) if lists.params else 0
-        states = [state[param] for param in lists.params]
-        moments = [
-            ("step", lists.state_steps),
-            ("exp_avg", lists.exp_avgs),
-            ("exp_avg_sq", lists.exp_avg_sqs),
-        ]
-        if group["amsgrad"]:
-            moments.append(("max_exp_avg_sq", lists.max_exp_avg_sqs))
-        # The dicts, the key, and what each of the dicts must hold under it.
-        self._entries = [(states, key, list(tensors)) for key, tensors in moments]
-        masters = _masters_by_place(lists)
-        for key, dtype in ((MASTER, torch.float32), (REMAINDER, torch.int16)):
-            own = [
-                (states[i], master)
-                for i, master in enumerate(masters)
-                if master is not None and master.dtype is dtype
-            ]
-            if own:
-                self._entries.append(([state for state, _ in own], key, [master for _, master in own]))
+        # A plan must not keep gradients alive.
+        self._whole = Part(whole.lists._replace(grads=()), whole.places)
+        self._parts = len(split(whole)) if whole.lists.params else 0
 
     def parts(self, group: dict[str, Any]) -> list[Part] | None:
         """The parts with the gradients of now, or None where the plan no longer holds."""
@@ -125,7 +109,6 @@ class _GroupPlan:
             _options(group) != self._options
             or not _C.same_objects(group["params"], self._params)
             or not _C.same_nones(grads, self._without_grad)
-            or not all(_C.same_entries(*entries) for entries in self._entries)
         ):
             return None
         lists, places = self._whole
