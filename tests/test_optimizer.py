@@ -16,9 +16,11 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import fused_adamw
 from cases import Snapshot, assert_same_bits
+from fused_adamw import hooks
 from training import (
     advance,
     assert_all_same_bits,
@@ -665,6 +667,58 @@ def test_step_hooks() -> None:
         fused_adamw.AdamW(twins), [[2.0 * grad for grad in grads] for grads in gradients[:2]] + gradients[2:]
     )
     assert_all_same_bits(params, twins)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_step_hooks_of_all_optimizers(before: bool) -> None:
+    optimizers = [fused_adamw.AdamW(make_params()) for _ in range(2)]
+    seen: list[Any] = []
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        seen.append(optimizer)
+
+    register = register_optimizer_step_pre_hook if before else register_optimizer_step_post_hook
+    handle = register(hook)
+    try:
+        for optimizer in optimizers:
+            optimizer.step()
+    finally:
+        handle.remove()
+    assert seen == optimizers
+    optimizers[0].step()
+    assert len(seen) == 2
+
+
+def test_a_hook_may_change_the_arguments() -> None:
+    optimizer = fused_adamw.AdamW(make_params())
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: (args, {"closure": lambda: 7.0}))
+    assert optimizer.step() == 7.0
+
+
+class Renamed(fused_adamw.AdamW):
+    """A class of a user."""
+
+
+@pytest.mark.parametrize("cls", [fused_adamw.AdamW, Renamed])
+def test_a_profile_shows_the_step(cls: type[fused_adamw.AdamW]) -> None:
+    params = make_params()
+    optimizer = cls(params)
+    train(optimizer, make_gradients(params, 2))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(optimizer, make_gradients(params, 2))
+    [mark] = [event for event in profile.key_averages() if event.key.startswith("Optimizer.step")]
+    assert (mark.key, mark.count) == (f"Optimizer.step#{cls.__name__}.step", 2)
+    assert mark.is_user_annotation  # as torch marks it, not as an operator
+
+
+def test_a_profile_that_python_does_not_know_of_shows_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_is_observed", lambda optimizer: False)
+    params = make_params()
+    optimizer = fused_adamw.AdamW(params)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(optimizer, make_gradients(params, 2))
+    [mark] = [event for event in profile.key_averages() if event.key.startswith("Optimizer.step")]
+    assert (mark.key, mark.count) == ("Optimizer.step#AdamW.step", 2)
 
 
 def test_state_dict_hooks() -> None:

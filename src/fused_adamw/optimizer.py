@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from fused_adamw import _C, tracing
 from fused_adamw.distributed import local_groups, refuse_local_statistics
 from fused_adamw.errors import NonfiniteGradientError, StaleMasterError
+from fused_adamw.hooks import with_hooks
 from fused_adamw.options import (
     DEFAULT_GUARD,
     DEFAULT_OPTIONS,
@@ -160,6 +161,8 @@ class AdamW(torch.optim.Optimizer):
         if stochastic_rounding:
             defaults["rounding_seed"] = torch.initial_seed()
         super().__init__(params, defaults)
+
+    profile_hook_step = staticmethod(with_hooks)
 
     def _forget(self) -> None:
         """Drops what is kept from step to step and belongs to no ``state_dict``."""
