@@ -18,8 +18,8 @@ def with_hooks(step: Callable[P, R]) -> Callable[P, R]:
     """What ``torch.optim.Optimizer.profile_hook_step`` makes of a ``step``, at a tenth of its cost.
 
     That marks the step for profiles, which takes as long as the kernel launches of a whole model. So it is
-    called where Python knows of a profile or a hook. Elsewhere the mark is the fast one of torch, for profiles
-    taken from outside; an ExecutionTraceObserver without a profile does not see it.
+    called where Python knows of a profile or a hook. Elsewhere the mark is the fast one of torch, for
+    profiles taken from outside; an ExecutionTraceObserver without a profile does not see it.
     """
     observed_step = torch.optim.Optimizer.profile_hook_step(step)
 
