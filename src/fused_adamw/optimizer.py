@@ -522,7 +522,7 @@ class AdamW(torch.optim.Optimizer):
                 lists[1] = tracing.computed_once(lists[1])
             wholes.append(Part(StepLists(*lists), places))
         if not torch.compiler.is_compiling():
-            self._plan = Plan(self.param_groups, self.state, wholes)
+            self._plan = Plan(self.param_groups, self.state, wholes, self._plan)
         return [split(whole) for whole in wholes]
 
     def _init_group(self, group: dict[str, Any], places: list[int], *lists: list[Tensor]) -> None:

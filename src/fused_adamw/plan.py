@@ -60,10 +60,37 @@ class Plan:
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], wholes: list[Part]
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
+        wholes: list[Part],
+        last: Plan | None = None,
     ) -> None:
+        # Other parameters may have gradients in each step, which leaves the states what they were.
+        self._state = last._state if last is not None and last._state.holds(state) else _PlannedState(state)
+        self._groups = [_GroupPlan(group, own) for group, own in zip(groups, wholes, strict=True)]
+
+    def parts(
+        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
+    ) -> list[list[Part]] | None:
+        """Each group's parts with the gradients of now, or None where the plan no longer holds."""
+        if len(groups) != len(self._groups) or not self._state.holds(state):
+            return None
+        all_parts = []
+        for plan, group in zip(self._groups, groups, strict=True):
+            parts = plan.parts(group)
+            if parts is None:
+                return None
+            all_parts.append(parts)
+        return all_parts
+
+
+class _PlannedState:
+    """The part of a plan that belongs to the states of all parameters."""
+
+    def __init__(self, state: dict[Tensor, dict[str, Any]]) -> None:
         # Comparing keys by identity spares the calls of Tensor.__hash__ that looking them up costs.
-        self._state = _C.parts_of_dicts(state)
+        self._parts = _C.parts_of_dicts(state)
         # Not the parameters: torch.utils.swap_tensors refuses tensors that C++ holds.
         self._held = _C.HeldTensors(
             [
@@ -74,21 +101,10 @@ class Plan:
                 if isinstance(value, Tensor)
             ]
         )
-        self._groups = [_GroupPlan(group, own) for group, own in zip(groups, wholes, strict=True)]
 
-    def parts(
-        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
-    ) -> list[list[Part]] | None:
-        """Each group's parts with the gradients of now, or None where the plan no longer holds."""
-        if len(groups) != len(self._groups) or not _C.are_parts_of_dicts(state, self._state):
-            return None
-        all_parts = []
-        for plan, group in zip(self._groups, groups, strict=True):
-            parts = plan.parts(group)
-            if parts is None:
-                return None
-            all_parts.append(parts)
-        return all_parts
+    def holds(self, state: dict[Tensor, dict[str, Any]]) -> bool:
+        """Whether the state is made of the same objects."""
+        return _C.are_parts_of_dicts(state, self._parts)
 
 
 class _GroupPlan:
