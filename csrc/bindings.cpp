@@ -48,7 +48,8 @@ void initialize(const py::capsule& capsule, const py::type& tensor_type, const p
   while (api != nullptr && api->header.version.major != dlpack::kMajorVersion) {
     api = reinterpret_cast<const dlpack::ExchangeApi*>(api->header.prev_api);
   }
-  if (api == nullptr || api->tensor_from_py_object == nullptr) {
+  if (api == nullptr || api->tensor_from_py_object == nullptr ||
+      api->managed_tensor_from_py_object == nullptr) {
     throw std::runtime_error("this torch offers no DLPack C exchange API of major version " +
                              std::to_string(dlpack::kMajorVersion));
   }

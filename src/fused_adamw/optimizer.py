@@ -107,6 +107,9 @@ class AdamW(torch.optim.Optimizer):
     Works with ``torch.amp.GradScaler``, which leaves it to the step to divide out the scale and to skip.
     """
 
+    # What torch.optim wraps ``step`` in, of each class when its first optimizer is made.
+    profile_hook_step = staticmethod(with_hooks)
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Tells torch.amp.GradScaler to hand over grad_scale and found_inf instead of unscaling first."""
@@ -161,8 +164,6 @@ class AdamW(torch.optim.Optimizer):
         if stochastic_rounding:
             defaults["rounding_seed"] = torch.initial_seed()
         super().__init__(params, defaults)
-
-    profile_hook_step = staticmethod(with_hooks)
 
     def _forget(self) -> None:
         """Drops what is kept from step to step and belongs to no ``state_dict``."""
