@@ -7,14 +7,18 @@ test here trains the same parameters with the same gradients on both, and compar
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
+import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 
 import fused_adamw
@@ -399,6 +403,16 @@ def test_two_cuda_devices() -> None:
     assert_same_tensors(spread, here)
 
 
+@pytest.fixture
+def cuda_alone(cuda: torch.device) -> Iterator[None]:
+    """Lets one test at a time take most of a card's memory, where several processes run the tests."""
+    with FileLock(Path(tempfile.gettempdir()) / "fused-adamw-large-tensors.lock"):
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()  # what a process keeps, the others cannot have
+
+
+@pytest.mark.usefixtures("cuda_alone")
 @pytest.mark.parametrize("size", [2**31 + 77, 2_359_332_864, 2**32 + 1])
 def test_a_tensor_of_more_than_2_to_the_31_elements(cuda: torch.device, size: int) -> None:
     """Right at both ends and around the places where a 32-bit count of elements or bytes would wrap."""
