@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -189,8 +189,8 @@ def refuse_vmap(op: str) -> NoReturn:
     )
 
 
-def refuse_autograd(op: str, arguments: Iterable[tuple[str, Tensor | Sequence[Tensor] | None]]) -> None:
-    """Refuses tensors that autograd would have to follow through the op (RuntimeError)."""
+def refuse_autograd(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
+    """Refuses tensors, alone or in lists, that autograd would have to follow (RuntimeError)."""
     if not torch.is_grad_enabled():
         return
     for name, argument in arguments:

@@ -37,7 +37,7 @@ def with_hooks(step: Callable[P, R]) -> Callable[P, R]:
 def _is_observed(optimizer: Any) -> bool:
     return bool(
         torch.autograd.profiler._is_profiler_enabled
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or torch_optimizer._global_optimizer_pre_hooks

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from fused_adamw import _C, tracing
 from fused_adamw.distributed import local_groups, refuse_local_statistics
 from fused_adamw.errors import NonfiniteGradientError, StaleMasterError
-from fused_adamw.hooks import with_hooks
+from fused_adamw.hooks import P, R, with_hooks
 from fused_adamw.options import (
     DEFAULT_GUARD,
     DEFAULT_OPTIONS,
@@ -107,8 +107,10 @@ class AdamW(torch.optim.Optimizer):
     Works with ``torch.amp.GradScaler``, which leaves it to the step to divide out the scale and to skip.
     """
 
-    # What torch.optim wraps ``step`` in, of each class when its first optimizer is made.
-    profile_hook_step = staticmethod(with_hooks)
+    @staticmethod
+    def profile_hook_step(func: Callable[P, R]) -> Callable[P, R]:
+        """What torch.optim wraps ``step`` in, of each class when its first optimizer is made."""
+        return with_hooks(func)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -67,7 +67,9 @@ class Plan:
         last: Plan | None = None,
     ) -> None:
         # Other parameters may have gradients in each step, which leaves the states what they were.
-        self._state = last._state if last is not None and last._state.holds(state) else _PlannedState(state)
+        self._state: _PlannedState = (
+            last._state if last is not None and last._state.holds(state) else _PlannedState(state)
+        )
         self._groups = [_GroupPlan(group, own) for group, own in zip(groups, wholes, strict=True)]
 
     def parts(
