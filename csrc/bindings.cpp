@@ -170,9 +170,9 @@ dlpack::Tensor read_tensor(PyObject* object) {
 // version take such a reference each; where there is one already, they cost a third.
 class HeldTensors {
  public:
-  explicit HeldTensors(const py::sequence& tensors) {
-    held_.reserve(tensors.size());
-    for_each_item(fast_sequence(tensors), [&](PyObject* item) {
+  explicit HeldTensors(const py::sequence& objects) {
+    held_.reserve(objects.size());
+    for_each_item(fast_sequence(objects), [&](PyObject* item) {
       dlpack::ManagedTensor* tensor = nullptr;
       if (!is_plain(Py_TYPE(item))) return;
       if (torch_api.exchange->managed_tensor_from_py_object(item, &tensor) != 0) {
@@ -438,7 +438,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("parts_of_dicts", &parts_of_dicts, py::arg("dicts"));
   m.def("are_parts_of_dicts", &are_parts_of_dicts, py::arg("dicts"), py::arg("parts"));
 
-  py::class_<HeldTensors>(m, "HeldTensors").def(py::init<const py::sequence&>(), py::arg("tensors"));
+  py::class_<HeldTensors>(m, "HeldTensors").def(py::init<const py::sequence&>(), py::arg("objects"));
 
   m.attr("WEIGHT_FORMS") = std::array<const char*, 4>{name_of(kFloat32Weights), name_of(kMasterWeights),
                                                       name_of(kStochasticWeights), name_of(kSplitWeights)};

@@ -105,9 +105,9 @@ std::optional<Overlap> sort_written(Intervals& intervals) {
 }  // namespace
 
 void Fingerprint::add(std::uint64_t low_word, std::uint64_t high_word) {
-  low = (low ^ low_word) * 0x9FB21C651E98DF25u;
+  low = (low ^ low_word) * kLowMultiplier;
   low ^= low >> 32;
-  high = (high + high_word) * 0xD6E8FEB86659FD93u;
+  high = (high + high_word) * kHighMultiplier;
   high ^= high >> 29;
 }
 
@@ -185,7 +185,7 @@ std::optional<Overlap> find_overlap(const std::vector<const TensorTable*>& table
   CallMemory& memory = found->second;
   if (memory.elementwise == elementwise && are_tensors(memory.read, tables, false)) return std::nullopt;
 
-  const Intervals reads = intervals_of(tables, false);
+  Intervals reads = intervals_of(tables, false);
   for (const Interval& read : reads) {
     // The first written tensor that ends behind the read one's beginning; those before cannot touch it.
     const auto next =
@@ -197,7 +197,7 @@ std::optional<Overlap> find_overlap(const std::vector<const TensorTable*>& table
     if (elementwise && same_place && next->begin == read.begin && next->end == read.end) continue;
     return Overlap{next->position, read.position};
   }
-  memory.read = reads;
+  memory.read = std::move(reads);
   memory.elementwise = elementwise;
   return std::nullopt;
 }

@@ -31,6 +31,10 @@ struct TensorView {
   }
 };
 
+// What both halves of a fingerprint are multiplied by, from word to word.
+inline constexpr std::uint64_t kLowMultiplier = 0x9FB21C651E98DF25u;
+inline constexpr std::uint64_t kHighMultiplier = 0xD6E8FEB86659FD93u;
+
 // Words that are added to a fingerprint together, each multiplied by a number of its place: unlike those that
 // are added one after another, none has to wait for another.
 class FingerprintWords {
@@ -49,8 +53,8 @@ class FingerprintWords {
 
  private:
   struct Multiplier {
-    std::uint64_t low = 0x9FB21C651E98DF25u;
-    std::uint64_t high = 0xD6E8FEB86659FD93u;
+    std::uint64_t low = kLowMultiplier;
+    std::uint64_t high = kHighMultiplier;
   };
 
   // Powers of the first.

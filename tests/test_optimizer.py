@@ -695,9 +695,17 @@ def test_a_hook_may_change_the_arguments() -> None:
     assert optimizer.step() == 7.0
 
 
-def profiled() -> Any:
+def mark_of_two_steps(cls: type[fused_adamw.AdamW]) -> Any:
+    """What a profile of two steps shows of them."""
+    params = make_params()
+    optimizer = cls(params)
+    train(optimizer, make_gradients(params, 2))
     # Without acc_events torch 2.11 warns.
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        train(optimizer, make_gradients(params, 2))
+    [mark] = [event for event in profile.key_averages() if event.key.startswith("Optimizer.step")]
+    return mark
 
 
 class Renamed(fused_adamw.AdamW):
@@ -706,23 +714,14 @@ class Renamed(fused_adamw.AdamW):
 
 @pytest.mark.parametrize("cls", [fused_adamw.AdamW, Renamed])
 def test_a_profile_shows_the_step(cls: type[fused_adamw.AdamW]) -> None:
-    params = make_params()
-    optimizer = cls(params)
-    train(optimizer, make_gradients(params, 2))
-    with profiled() as profile:
-        train(optimizer, make_gradients(params, 2))
-    [mark] = [event for event in profile.key_averages() if event.key.startswith("Optimizer.step")]
+    mark = mark_of_two_steps(cls)
     assert (mark.key, mark.count) == (f"Optimizer.step#{cls.__name__}.step", 2)
     assert mark.is_user_annotation  # as torch marks it, not as an operator
 
 
 def test_a_profile_that_python_does_not_know_of_shows_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_is_observed", lambda optimizer: False)
-    params = make_params()
-    optimizer = fused_adamw.AdamW(params)
-    with profiled() as profile:
-        train(optimizer, make_gradients(params, 2))
-    [mark] = [event for event in profile.key_averages() if event.key.startswith("Optimizer.step")]
+    mark = mark_of_two_steps(fused_adamw.AdamW)
     assert (mark.key, mark.count) == ("Optimizer.step#AdamW.step", 2)
 
 

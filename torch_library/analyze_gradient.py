@@ -34,7 +34,7 @@ def check(grads: list[Tensor], rows: Tensor) -> None:
 
 def update(grads: list[Tensor], rows: Tensor, grad_scale: Tensor | float | None = None) -> None:
     """The implementation."""
-    checks.refuse_autograd(OP, {"grads": grads, "rows": rows}.items())
+    checks.refuse_autograd(OP, {"grads": grads, "rows": rows})
     checks.check_backend(OP, rows.device)
     amp = AmpTensors(grad_scale, None)
     amp.check_tensors(OP, rows.device)
@@ -49,7 +49,7 @@ def update(grads: list[Tensor], rows: Tensor, grad_scale: Tensor | float | None 
 
 
 def _fake(grads: list[Tensor], rows: Tensor, grad_scale: Tensor | None = None) -> None:
-    checks.refuse_autograd(OP, {"grads": grads, "rows": rows}.items())
+    checks.refuse_autograd(OP, {"grads": grads, "rows": rows})
     check(grads, rows)
     AmpTensors(grad_scale, None).check_tensors(OP, rows.device)
 

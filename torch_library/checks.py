@@ -10,8 +10,8 @@ required. The same functions serve the fakes, so shapes may be symbolic: those a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -189,11 +189,11 @@ def refuse_vmap(op: str) -> NoReturn:
     )
 
 
-def refuse_autograd(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
-    """Refuses tensors, alone or in lists, that autograd would have to follow (RuntimeError)."""
+def refuse_autograd(op: str, arguments: Mapping[str, Tensor | Sequence[Tensor] | None]) -> None:
+    """Refuses tensors that autograd would have to follow through the op (RuntimeError)."""
     if not torch.is_grad_enabled():
         return
-    for name, argument in arguments:
+    for name, argument in arguments.items():
         single = isinstance(argument, Tensor)
         for i, tensor in enumerate([argument] if single else argument or ()):
             if tensor.requires_grad:

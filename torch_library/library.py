@@ -97,7 +97,7 @@ def refuse_overlap(
 
 
 def bump_versions(written: Iterable[Sequence[Tensor]]) -> None:
-    """Tells autograd that these are about to change; ops of ``Library.impl`` have to do so themselves."""
+    """Tells autograd that these change; ops of ``Library.impl`` have to do so themselves."""
     torch.autograd.graph.increment_version(itertools.chain.from_iterable(written))
 
 

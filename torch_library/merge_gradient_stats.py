@@ -40,7 +40,7 @@ def check(rows: Tensor, scratch: Tensor, report: Tensor, hierarchical: bool) -> 
 
 def update(rows: Tensor, scratch: Tensor, report: Tensor, *, hierarchical: bool = True) -> None:
     """The implementation."""
-    checks.refuse_autograd(OP, {"rows": rows, "scratch": scratch, "report": report}.items())
+    checks.refuse_autograd(OP, {"rows": rows, "scratch": scratch, "report": report})
     checks.check_backend(OP, rows.device)
     names = ("rows", "scratch", "report")
     table = read_table(
@@ -56,7 +56,7 @@ def update(rows: Tensor, scratch: Tensor, report: Tensor, *, hierarchical: bool 
 
 
 def _fake(rows: Tensor, scratch: Tensor, report: Tensor, *, hierarchical: bool = True) -> None:
-    checks.refuse_autograd(OP, {"rows": rows, "scratch": scratch, "report": report}.items())
+    checks.refuse_autograd(OP, {"rows": rows, "scratch": scratch, "report": report})
     check(rows, scratch, report, hierarchical)
 
 

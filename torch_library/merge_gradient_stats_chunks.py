@@ -24,7 +24,7 @@ def check(rows: Tensor, merged: Tensor) -> None:
 
 def update(rows: Tensor, merged: Tensor) -> None:
     """The implementation."""
-    checks.refuse_autograd(OP, {"rows": rows, "merged": merged}.items())
+    checks.refuse_autograd(OP, {"rows": rows, "merged": merged})
     checks.check_backend(OP, rows.device)
     names = ("rows", "merged")
     table = read_table(OP, names, [[rows], [merged]], [False, True], lambda: check(rows, merged))
@@ -34,7 +34,7 @@ def update(rows: Tensor, merged: Tensor) -> None:
 
 
 def _fake(rows: Tensor, merged: Tensor) -> None:
-    checks.refuse_autograd(OP, {"rows": rows, "merged": merged}.items())
+    checks.refuse_autograd(OP, {"rows": rows, "merged": merged})
     check(rows, merged)
 
 

@@ -57,7 +57,7 @@ class StepInput(NamedTuple):
     def check_metadata(self) -> None:
         """Checks all that can be known without values, which a fake does not have."""
         device = self.param.device
-        checks.refuse_autograd(OP, {"param": self.param, "grad": self.grad, **self.moments}.items())
+        checks.refuse_autograd(OP, {"param": self.param, "grad": self.grad, **self.moments})
         checks.check_step_tensors(OP, self.param, self.grad, self.moments, self.rounding_seed)
         check_option_tensor(OP, "step", self.step, device, checks.STEP_DTYPES)
         self.options.check_tensors(OP, device)

@@ -153,7 +153,7 @@ def read(
     tables = []
     for i, group in enumerate(groups):
         name = op if len(groups) == 1 else f"{op}, group {i}"
-        checks.refuse_autograd(name, zip(StepLists._fields, group.lists, strict=True))
+        checks.refuse_autograd(name, group.lists._asdict())
         seeds = group.rounding_seeds
         check = functools.partial(checks.check_step_lists, name, group.lists, seeds)
         tables.append(read_table(OP, StepLists._fields, group.lists, _WRITTEN, check, seeds))
@@ -196,7 +196,7 @@ def fake_update(group: StepGroup, amp: AmpTensors, *, op: str = OP) -> None:
     """The checks of ``update`` that need no values."""
     lists, options, rounding_seeds = group
     checks.check_step_lists(op, lists, rounding_seeds)
-    checks.refuse_autograd(op, zip(StepLists._fields, lists, strict=True))
+    checks.refuse_autograd(op, lists._asdict())
     if lists.params:
         device = lists.params[0].device
         options.check_tensors(op, device)

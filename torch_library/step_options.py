@@ -133,7 +133,7 @@ def check_option_tensor(
 ) -> None:
     """Refuses a tensor in the place of a number that is no single number on the parameters' device."""
     if isinstance(value, Tensor):
-        checks.refuse_autograd(op, {name: value}.items())
+        checks.refuse_autograd(op, {name: value})
         checks.check_scalar_tensor(op, name, value, dtypes)
         checks.check_same_device(op, name, value, device)
 

@@ -26,10 +26,10 @@ def are_parts_of_dicts(dicts: dict[Any, dict[Any, Any]], parts: list[Any]) -> bo
 class HeldTensors:
     """Keeps tensors alive, whatever storage they have, and makes reading them faster while it lives.
 
-    Tensors of subclasses are left out.
+    Tensors of subclasses, and what is no tensor, are left out.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None: ...
+    def __init__(self, objects: Sequence[Any]) -> None: ...
 
 class TensorTable:
     """The tensors of one call, read through DLPack; valid while the caller holds the tensors.

@@ -95,13 +95,7 @@ class _PlannedState:
         self._parts = _C.parts_of_dicts(state)
         # Not the parameters: torch.utils.swap_tensors refuses tensors that C++ holds.
         self._held = _C.HeldTensors(
-            [
-                value
-                for own in state.values()
-                if isinstance(own, dict)
-                for value in own.values()
-                if isinstance(value, Tensor)
-            ]
+            [value for own in state.values() if isinstance(own, dict) for value in own.values()]
         )
 
     def holds(self, state: dict[Tensor, dict[str, Any]]) -> bool:
