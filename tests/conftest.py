@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fused_adamw
+from fused_adamw import cuda_kernels
 from fused_adamw.cuda_kernels import COMPILERS
 from fused_adamw.torch_library import checks
 
@@ -32,6 +33,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     fused_adamw.set_cuda_compiler(compiler or None)
     yield torch.empty(0, device=kind).device
     fused_adamw.set_cuda_compiler(None)
+
+
+@pytest.fixture(autouse=True)
+def no_compiler_of_other_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``device``, and what it chose, outlasts the tests that use it; the others must not see its choice."""
+    if "device" not in request.fixturenames:
+        monkeypatch.setattr(cuda_kernels, "_chosen", None)
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from fused_adamw.triton_kernels import compiler as triton_compiler
 
 
 @pytest.fixture(autouse=True)
-def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_kernels, "_chosen", None)
+def nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cuda_kernels.ENVIRONMENT_VARIABLE, raising=False)
 
 

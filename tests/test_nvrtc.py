@@ -37,7 +37,9 @@ VARIANTS = {
 def compile_variant(variant: str, architecture: int) -> tuple[bytes, str]:
     source, definitions = VARIANTS[variant]
     text, headers = cuda_kernels.texts(source)
-    return nvrtc.compile_to_cubin(source, text, headers, architecture, (*definitions, "--ptxas-options=-v"))
+    return nvrtc.compile_to_cubin(
+        source, text, headers, architecture, (*definitions, *nvrtc.report_options())
+    )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -48,6 +50,13 @@ def test_every_variant_compiles_without_local_memory(variant: str, architecture:
     local = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert local
     assert set(local) == {("0", "0", "0")}, log
+
+
+def test_the_log_tells_of_code_that_was_compiled_before() -> None:
+    """Where there is a driver, NVRTC keeps code in its cache, and the log of code from there is empty."""
+    source = "__global__ void f() {}"
+    logs = [nvrtc.compile_to_cubin("f.cu", source, {}, 90, nvrtc.report_options())[1] for _ in range(3)]
+    assert all(re.search(r"Used \d+ registers", log) for log in logs), logs
 
 
 def instructions(cubin: bytes, folder: Path) -> str:

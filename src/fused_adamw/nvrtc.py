@@ -60,6 +60,15 @@ def version() -> tuple[int, int]:
     return major.value, minor.value
 
 
+def report_options() -> tuple[str, ...]:
+    """Options with which the log tells of registers and local memory.
+
+    NVRTC takes code from the driver's cache since CUDA 12.9, and then has nothing to tell.
+    """
+    anew = ("--no-cache",) if version() >= (12, 9) else ()
+    return ("--ptxas-options=-v", *anew)
+
+
 def location() -> str:
     """The file of the library, or the name that the dynamic linker found it by."""
     return _library()._name

@@ -47,7 +47,7 @@ def through_nvrtc(architecture: int) -> str:
         text, headers = cuda_kernels.texts(source)
         try:
             cubin, log = nvrtc.compile_to_cubin(
-                source, text, headers, architecture, (*definitions, "--ptxas-options=-v")
+                source, text, headers, architecture, (*definitions, *nvrtc.report_options())
             )
         except CompilerError as error:
             if "gpu-architecture" in str(error):
