@@ -108,7 +108,7 @@ def variants(sizes: Sequence[int], dtype: torch.dtype) -> dict[str, Callable[[],
 
     calls: dict[str, Callable[[], object]] = {}
     for name, replacements in ANALYSES.items():
-        module = compiled(cuda_kernels.STATS, replacements, ())
+        module = compiled(cuda_kernels.ANALYSIS, replacements, ())
         calls[f"analyze: {name}"] = call(_C.cuda_analyze_gradients, module, grads, 1.0)
     group = _C.CudaGroupSettings(1e-3, 0.9, 0.999, 0.01, 1e-8, False)
     settings = _C.CudaStepSettings(1.0, 0.0, 1.0, None, -1.0, 1e-6)

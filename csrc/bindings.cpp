@@ -557,12 +557,13 @@ PYBIND11_MODULE(_C, m) {
       py::arg("launcher"), py::arg("table"), py::arg("grad_scale"));
   m.def(
       "cuda_analyze_and_merge",
-      [](const cuda::Launcher& launcher, const std::vector<const TensorTable*>& tables,
-         const TensorTable& stats, const py::object& grad_scale, bool hierarchical) {
-        cuda::analyze_and_merge(launcher, tables, stats, cuda_scalar(grad_scale), hierarchical,
-                                current_stream(launcher.device()));
+      [](const cuda::Launcher& analysis, const cuda::Launcher& merge,
+         const std::vector<const TensorTable*>& tables, const TensorTable& stats,
+         const py::object& grad_scale, bool hierarchical) {
+        cuda::analyze_and_merge(analysis, merge, tables, stats, cuda_scalar(grad_scale), hierarchical,
+                                current_stream(analysis.device()));
       },
-      py::arg("launcher"), py::arg("tables"), py::arg("stats"), py::arg("grad_scale"),
+      py::arg("analysis"), py::arg("merge"), py::arg("tables"), py::arg("stats"), py::arg("grad_scale"),
       py::arg("hierarchical"));
   m.def(
       "cuda_merge_rows",

@@ -77,24 +77,29 @@ def step_out_of_place(
 def analyze_and_merge(
     tables: Sequence[_C.TensorTable], stats: _C.TensorTable, amp: AmpTensors, hierarchical: bool
 ) -> None:
-    """The gradients of a step's tables into rows, and these into a report: one launch, or more."""
-    module = kernels(tables[0].device_index).stats()
-    _C.cuda_analyze_and_merge(module, tables, stats, amp.scale_or_one(), hierarchical)
+    """The gradients of a step's tables into rows, and these into a report: two launches, or more."""
+    launchers = kernels(tables[0].device_index).stats(
+        lambda: (variant for variant, _ in _by_variant(tables, in_place=True))
+    )
+    _C.cuda_analyze_and_merge(*launchers, tables, stats, amp.scale_or_one(), hierarchical)
 
 
 def analyze_gradients(table: _C.TensorTable, amp: AmpTensors) -> None:
     """Gradients into rows: one launch, or more where gradients are many."""
-    _C.cuda_analyze_gradients(kernels(table.device_index).stats(), table, amp.scale_or_one())
+    analysis, _ = kernels(table.device_index).stats()
+    _C.cuda_analyze_gradients(analysis, table, amp.scale_or_one())
 
 
 def merge_rows(table: _C.TensorTable) -> None:
     """One stage of merging: one launch."""
-    _C.cuda_merge_rows(kernels(table.device_index).stats(), table)
+    _, merge = kernels(table.device_index).stats()
+    _C.cuda_merge_rows(merge, table)
 
 
 def merge_all_rows(table: _C.TensorTable, hierarchical: bool) -> None:
     """All stages of merging: one launch."""
-    _C.cuda_merge_all_rows(kernels(table.device_index).stats(), table, hierarchical)
+    _, merge = kernels(table.device_index).stats()
+    _C.cuda_merge_all_rows(merge, table, hierarchical)
 
 
 def _by_variant(

@@ -283,12 +283,12 @@ void analyze_gradients(const Launcher& launcher, const TensorTable& table, const
   launch_analysis(launcher, {&table.tensors(0)}, grad_scale, rows, stream);
 }
 
-void analyze_and_merge(const Launcher& launcher, const std::vector<const TensorTable*>& tables,
-                       const TensorTable& stats, const Scalar& grad_scale, bool hierarchical, Stream stream) {
+void analyze_and_merge(const Launcher& analysis, const Launcher& merge,
+                       const std::vector<const TensorTable*>& tables, const TensorTable& stats, const Scalar& grad_scale, bool hierarchical, Stream stream) {
   std::vector<const std::vector<TensorView>*> gradients;
   for (const TensorTable* table : tables) gradients.push_back(&table->tensors(kGrads));
-  launch_analysis(launcher, gradients, grad_scale, static_cast<float*>(stats.tensors(0)[0].data), stream);
-  launch_merge(launcher, stats, hierarchical, stream, Start::kOverlapping);
+  launch_analysis(analysis, gradients, grad_scale, static_cast<float*>(stats.tensors(0)[0].data), stream);
+  launch_merge(merge, stats, hierarchical, stream, Start::kOverlapping);
 }
 
 void merge_rows(const Launcher& launcher, const TensorTable& table, Stream stream) {

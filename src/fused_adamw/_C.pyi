@@ -227,7 +227,8 @@ def cuda_analyze_gradients(
     launcher: CudaLauncher, table: TensorTable, grad_scale: float | Tensor
 ) -> None: ...
 def cuda_analyze_and_merge(
-    launcher: CudaLauncher,
+    analysis: CudaLauncher,
+    merge: CudaLauncher,
     tables: Sequence[TensorTable],
     stats: TensorTable,
     grad_scale: float | Tensor,

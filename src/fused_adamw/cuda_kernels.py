@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -29,9 +30,11 @@ HEADERS = (
     "gradient_stats.h",
     "cuda/launch_parameters.h",
     "cuda/device_support.cuh",
+    "cuda/block_row.cuh",
 )
 STEP = "cuda/adamw_step.cu"
-STATS = "cuda/gradient_stats.cu"
+ANALYSIS = "cuda/analyze_gradients.cu"
+MERGE = "cuda/merge_rows.cu"
 
 _chosen: str | None = None
 
@@ -115,50 +118,72 @@ def cubin(source: str, architecture: int, definitions: tuple[str, ...] = ()) -> 
     return kernel_cache.get_or_make(key, compiled)
 
 
+# What is compiled into one module: a source file, and of the step the variant.
+_Part: TypeAlias = tuple[str, StepVariant | None]
+
+
 class Kernels:
     """The kernels of one device; each is compiled and loaded when it is first asked for."""
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._load = functools.cache(self._load_module)
+        self._loaded: dict[_Part, _C.CudaLauncher] = {}
+        self._stats: tuple[_C.CudaLauncher, _C.CudaLauncher] | None = None
 
     def step(self, variant: StepVariant) -> _C.CudaLauncher:
         """What launches a step."""
-        return self._load(STEP, variant)
+        part = (STEP, variant)
+        if part not in self._loaded:
+            self._load([part])
+        return self._loaded[part]
 
-    def stats(self) -> _C.CudaLauncher:
-        """What launches the kernels of the statistics."""
-        return self._load(STATS)
+    def stats(
+        self, steps: Callable[[], Iterable[StepVariant]] = tuple
+    ) -> tuple[_C.CudaLauncher, _C.CudaLauncher]:
+        """What launches the analysis of gradients, and what launches the merging of rows.
 
-    def _load_module(self, source: str, variant: StepVariant | None = None) -> _C.CudaLauncher:
-        definitions = () if variant is None else variant.definitions()
+        ``steps``: the variants of the step that will be asked for next, to be compiled at the same time.
+        """
+        if self._stats is None:
+            analysis, merge = (ANALYSIS, None), (MERGE, None)
+            self._load([analysis, merge, *((STEP, variant) for variant in steps())])
+            self._stats = self._loaded[analysis], self._loaded[merge]
+        return self._stats
+
+    def _load(self, parts: Sequence[_Part]) -> None:
+        missing = [part for part in parts if part not in self._loaded]
+        self._loaded.update(zip(missing, self._modules(missing), strict=True))
+
+    def _modules(self, parts: Sequence[_Part]) -> Iterable[_C.CudaLauncher]:
         architecture = _C.cuda_compute_capability(self._device)
-        return _C.CudaModule(self._device, cubin(source, architecture, definitions))
+
+        def compiled(part: _Part) -> bytes:
+            source, variant = part
+            return cubin(source, architecture, () if variant is None else variant.definitions())
+
+        # NVRTC takes most of half a second for each, but compiles in several threads at once.
+        with ThreadPoolExecutor(len(parts)) as pool:
+            codes = list(pool.map(compiled, parts))
+        return [_C.CudaModule(self._device, code) for code in codes]
+
+
+_TRITON_KERNELS = {
+    STEP: (triton_compiler.STEP,),
+    ANALYSIS: (triton_compiler.ANALYSIS,),
+    MERGE: triton_compiler.MERGES,
+}
 
 
 class TritonKernels(Kernels):
     """The same from Triton."""
 
-    def __init__(self, device: int) -> None:
-        super().__init__(device)
-        self._load_triton = functools.cache(self._load_uploading_module)
-
-    def step(self, variant: StepVariant) -> _C.CudaLauncher:
-        """What launches a step."""
-        return self._load_triton((triton_compiler.STEP,), variant)
-
-    def stats(self) -> _C.CudaLauncher:
-        """What launches the kernels of the statistics."""
-        return self._load_triton(triton_compiler.STATS)
-
-    def _load_uploading_module(
-        self, names: Sequence[str], variant: StepVariant | None = None
-    ) -> _C.CudaLauncher:
+    def _modules(self, parts: Sequence[_Part]) -> Iterable[_C.CudaLauncher]:
         architecture = _C.cuda_compute_capability(self._device)
-        module = _C.CudaUploadingModule(self._device, self._allocate)
-        for name in names:
-            module.add(name, *triton_code(name, architecture, variant))
-        return module
+        for source, variant in parts:
+            module = _C.CudaUploadingModule(self._device, self._allocate)
+            for name in _TRITON_KERNELS[source]:
+                module.add(name, *triton_code(name, architecture, variant))
+            yield module
 
     def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))

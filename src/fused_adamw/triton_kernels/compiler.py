@@ -14,7 +14,9 @@ from fused_adamw._C import CUDA_LAYOUT
 from fused_adamw.errors import CompilerError
 
 STEP = "adamw_step"
-STATS = ("analyze_gradients", "merge_rows", "merge_all_rows", "merge_all_rows_serially")
+ANALYSIS = "analyze_gradients"
+MERGES = ("merge_rows", "merge_all_rows", "merge_all_rows_serially")
+STATS = (ANALYSIS, *MERGES)
 
 # 256 threads of four elements, as the blocks of csrc/cuda; the serial sum is one thread's work.
 _WARPS = 8

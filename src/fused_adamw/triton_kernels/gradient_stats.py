@@ -1,6 +1,6 @@
 """Gradient statistics: one read of each gradient (4 or 2 bytes per element), 12 bytes written per 16,384.
 
-Mirrors the algebra of ``csrc/gradient_stats.h`` and the programs of ``csrc/cuda/gradient_stats.cu``. A tensor
+Mirrors the algebra of ``csrc/gradient_stats.h`` and the programs of ``csrc/cuda``. A tensor
 of 1024 float64 values holds the lanes; the tree over neighbours halves it ten times. Each sum is of two
 values, so no order is left to the compiler.
 """
