@@ -37,11 +37,14 @@ struct TorchApi {
   const dlpack::ExchangeApi* exchange = nullptr;
   PyTypeObject* tensor_type = nullptr;
   PyTypeObject* parameter_type = nullptr;
+  const PyGetSetDef* grad = nullptr;  // where the attribute of this name is one that C code gets
 };
 
 TorchApi torch_api;
 
 void initialize(const py::capsule& capsule, const py::type& tensor_type, const py::type& parameter_type) {
+  const py::object grad = tensor_type.attr("grad");
+  const bool has_getter = Py_IS_TYPE(grad.ptr(), &PyGetSetDescr_Type) != 0;
   const auto* api =
       static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
   if (api == nullptr) throw py::error_already_set();
@@ -54,7 +57,8 @@ void initialize(const py::capsule& capsule, const py::type& tensor_type, const p
                              std::to_string(dlpack::kMajorVersion));
   }
   torch_api = {api, reinterpret_cast<PyTypeObject*>(tensor_type.ptr()),
-               reinterpret_cast<PyTypeObject*>(parameter_type.ptr())};
+               reinterpret_cast<PyTypeObject*>(parameter_type.ptr()),
+               has_getter ? reinterpret_cast<PyGetSetDescrObject*>(grad.ptr())->d_getset : nullptr};
 }
 
 // A new reference to `object` as a list or tuple, whose items can be read in place.
@@ -93,15 +97,29 @@ bool same_objects(const py::list& found, const py::list& expected) {
   return true;
 }
 
-// Whether objects[i] is None exactly where expected[i] is True.
-bool same_nones(const py::list& objects, const py::list& expected) {
-  const std::size_t size = expected.size();
-  if (objects.size() != size) return false;
+// `tensor.grad`. Looking an attribute up takes as long as getting it.
+py::object grad_of(PyObject* tensor) {
+  PyObject* const grad = torch_api.grad != nullptr && is_plain(Py_TYPE(tensor))
+                             ? torch_api.grad->get(tensor, torch_api.grad->closure)
+                             : PyObject_GetAttrString(tensor, "grad");
+  if (grad == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(grad);
+}
+
+// The gradients of the parameters that have one; nothing if params[i] has none though without_grad[i] is
+// False, or the other way around.
+std::optional<py::list> planned_grads(const py::list& params, const py::list& without_grad) {
+  const std::size_t size = without_grad.size();
+  if (params.size() != size) return std::nullopt;
+  PyObject** const none_expected = PySequence_Fast_ITEMS(without_grad.ptr());
+  py::list grads(std::count(none_expected, none_expected + size, Py_False));
+  Py_ssize_t next = 0;
   for (std::size_t i = 0; i < size; ++i) {
-    const bool none = PyList_GET_ITEM(objects.ptr(), i) == Py_None;
-    if (none != (PyList_GET_ITEM(expected.ptr(), i) == Py_True)) return false;
+    py::object grad = grad_of(PyList_GET_ITEM(params.ptr(), i));
+    if (grad.is_none() != (none_expected[i] == Py_True)) return std::nullopt;
+    if (!grad.is_none()) PyList_SET_ITEM(grads.ptr(), next++, grad.release().ptr());
   }
-  return true;
+  return grads;
 }
 
 template <typename Function>
@@ -434,7 +452,7 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("only_plain_tensors", &only_plain_tensors, py::arg("lists"));
   m.def("same_objects", &same_objects, py::arg("found"), py::arg("expected"));
-  m.def("same_nones", &same_nones, py::arg("objects"), py::arg("expected"));
+  m.def("planned_grads", &planned_grads, py::arg("params"), py::arg("without_grad"));
   m.def("parts_of_dicts", &parts_of_dicts, py::arg("dicts"));
   m.def("are_parts_of_dicts", &are_parts_of_dicts, py::arg("dicts"), py::arg("parts"));
 

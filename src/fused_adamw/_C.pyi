@@ -14,8 +14,11 @@ def only_plain_tensors(lists: Sequence[Sequence[Tensor]]) -> bool:
 def same_objects(found: list[Any], expected: list[Any]) -> bool:
     """Whether two lists hold the same objects."""
 
-def same_nones(objects: list[Any], expected: list[bool]) -> bool:
-    """Whether ``objects[i]`` is None exactly where ``expected[i]`` is True."""
+def planned_grads(params: list[Tensor], without_grad: list[bool]) -> list[Tensor] | None:
+    """The gradients of the parameters that have one.
+
+    None unless ``params[i].grad`` is None exactly where ``without_grad[i]`` is True.
+    """
 
 def parts_of_dicts(dicts: dict[Any, dict[Any, Any]]) -> list[Any]:
     """All objects that a dict of dicts consists of, and the number of entries of each dict."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -332,7 +332,7 @@ class AdamW(torch.optim.Optimizer):
         """Takes the statistics, unless they are given, and updates by them."""
         record = self._record
         if stats is not None:
-            record.last = (stats.report, stats.rows, [])
+            record.last = _Taken(stats.report, stats.rows, [])
         elif next_stats is not None:
             record.last = next_stats
         elif self._is_guarded():
@@ -349,7 +349,7 @@ class AdamW(torch.optim.Optimizer):
         if self.nonfinite == "error":
             self._refuse_nonfinite()
         if self.fused_step:
-            adamw_scaled.apply(groups, record.last[0], self._guard(), amp)
+            adamw_scaled.apply(groups, record.last.report, self._guard(), amp)
         else:
             self._clip_and_step(groups, amp)
 
@@ -373,6 +373,7 @@ class AdamW(torch.optim.Optimizer):
         gradients = _gradient_stats(last)
         found_inf = self._record.found_inf is not None and bool(self._record.found_inf)
         names = _parameter_names(self.param_groups)
+        params = last.params()
         bad = gradients.nonfinite_gradients() if gradients.sizes and not gradients.finite else []
         coefficient = 1.0
         if self.max_grad_norm is not None:
@@ -383,7 +384,7 @@ class AdamW(torch.optim.Optimizer):
             norm=gradients.norm,
             clip_coefficient=coefficient,
             skipped=found_inf or not gradients.finite,
-            nonfinite_parameters=[names[id(last[2][i])] for i in bad],
+            nonfinite_parameters=[names[id(params[i])] for i in bad],
             gradients=gradients,
         )
 
@@ -435,22 +436,22 @@ class AdamW(torch.optim.Optimizer):
         # Device by device; the groups of one device are next to each other in what is returned.
         if not groups:
             stats = analyze([], None, hierarchical=self.hierarchical_stats)
-            return stats.report, stats.rows, []
+            return _Taken(stats.report, stats.rows, [])
         devices = step_inplace.by_device(groups)
-        params = [param for _, own in devices for group in own for param in group.lists.params]
+        params = [group.lists.params for _, own in devices for group in own]
         all_stats = []
         for device, own in devices:
             grads = [grad for group in own for grad in group.lists.grads]
             scale = AmpTensors(grad_scale, None).on(device).grad_scale
             all_stats.append(analyze(grads, scale, hierarchical=self.hierarchical_stats))
         if len(all_stats) == 1:
-            return all_stats[0].report, all_stats[0].rows, params
+            return _Taken(all_stats[0].report, all_stats[0].rows, params)
         first = all_stats[0].report.device
         reports, rows = (
             [moved(tensor, first) for tensor in tensors]
             for tensors in ([stats.report for stats in all_stats], [stats.rows for stats in all_stats])
         )
-        return merge_stats(torch.stack(reports)).report, torch.cat(rows), params
+        return _Taken(merge_stats(torch.stack(reports)).report, torch.cat(rows), params)
 
     def _can_step_at_once(self, groups: list[StepGroup]) -> bool:
         """Whether nothing comes between the statistics and the step, and nothing must see the ops."""
@@ -466,8 +467,7 @@ class AdamW(torch.optim.Optimizer):
         report, rows = adamw_scaled.analyze_and_update(
             groups, self._guard(), amp.on(device), hierarchical=self.hierarchical_stats
         )
-        params = itertools.chain.from_iterable(group.lists.params for group in groups)
-        self._record.last = (report, rows, list(params))
+        self._record.last = _Taken(report, rows, [group.lists.params for group in groups])
 
     def _refuse_nonfinite(self) -> None:
         last = self.last_stats
@@ -605,8 +605,15 @@ class StepStats:
     gradients: GradientStats
 
 
-# Statistics that were taken: the report, the rows, and the parameters whose gradients they are of.
-_Taken: TypeAlias = tuple[Tensor, Tensor, list[Tensor]]
+class _Taken(NamedTuple):
+    """Statistics that were taken, and the parameters whose gradients they are of."""
+
+    report: Tensor
+    rows: Tensor
+    param_lists: Sequence[Sequence[Tensor]]
+
+    def params(self) -> list[Tensor]:
+        return list(itertools.chain.from_iterable(self.param_lists))
 
 
 class _StatsRecord:
@@ -622,8 +629,7 @@ class _StatsRecord:
 
 
 def _gradient_stats(taken: _Taken) -> GradientStats:
-    report, rows, params = taken
-    return GradientStats(report, rows, tuple(param.numel() for param in params))
+    return GradientStats(taken.report, taken.rows, tuple(param.numel() for param in taken.params()))
 
 
 def _rounded_params(groups: list[StepGroup]) -> list[Tensor]:

@@ -116,16 +116,12 @@ class _GroupPlan:
 
     def parts(self, group: dict[str, Any]) -> list[Part] | None:
         """The parts with the gradients of now, or None where the plan no longer holds."""
-        grads = [param.grad for param in group["params"]]
-        if (
-            _options(group) != self._options
-            or not _C.same_objects(group["params"], self._params)
-            or not _C.same_nones(grads, self._without_grad)
-        ):
+        if _options(group) != self._options or not _C.same_objects(group["params"], self._params):
+            return None
+        grads = _C.planned_grads(self._params, self._without_grad)
+        if grads is None:
             return None
         lists, places = self._whole
-        if len(lists.params) < len(grads):
-            grads = [grad for grad in grads if grad is not None]
         whole = Part(lists._replace(grads=grads), places)
         if self._parts == 1:
             return [whole]
