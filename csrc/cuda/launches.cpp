@@ -284,7 +284,8 @@ void analyze_gradients(const Launcher& launcher, const TensorTable& table, const
 }
 
 void analyze_and_merge(const Launcher& analysis, const Launcher& merge,
-                       const std::vector<const TensorTable*>& tables, const TensorTable& stats, const Scalar& grad_scale, bool hierarchical, Stream stream) {
+                       const std::vector<const TensorTable*>& tables, const TensorTable& stats,
+                       const Scalar& grad_scale, bool hierarchical, Stream stream) {
   std::vector<const std::vector<TensorView>*> gradients;
   for (const TensorTable* table : tables) gradients.push_back(&table->tensors(kGrads));
   launch_analysis(analysis, gradients, grad_scale, static_cast<float*>(stats.tensors(0)[0].data), stream);

@@ -31,7 +31,8 @@ void analyze_gradients(const Launcher& launcher, const TensorTable& table, const
 // The gradients of a step's tables into rows, and these into a report; lists of `stats`: [rows], [scratch],
 // [report].
 void analyze_and_merge(const Launcher& analysis, const Launcher& merge,
-                       const std::vector<const TensorTable*>& tables, const TensorTable& stats, const Scalar& grad_scale, bool hierarchical, Stream stream);
+                       const std::vector<const TensorTable*>& tables, const TensorTable& stats,
+                       const Scalar& grad_scale, bool hierarchical, Stream stream);
 
 // Lists: [rows], [merged].
 void merge_rows(const Launcher& launcher, const TensorTable& table, Stream stream);
