@@ -43,8 +43,6 @@ struct TorchApi {
 TorchApi torch_api;
 
 void initialize(const py::capsule& capsule, const py::type& tensor_type, const py::type& parameter_type) {
-  const py::object grad = tensor_type.attr("grad");
-  const bool has_getter = Py_IS_TYPE(grad.ptr(), &PyGetSetDescr_Type) != 0;
   const auto* api =
       static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
   if (api == nullptr) throw py::error_already_set();
@@ -56,6 +54,8 @@ void initialize(const py::capsule& capsule, const py::type& tensor_type, const p
     throw std::runtime_error("this torch offers no DLPack C exchange API of major version " +
                              std::to_string(dlpack::kMajorVersion));
   }
+  const py::object grad = tensor_type.attr("grad");
+  const bool has_getter = Py_IS_TYPE(grad.ptr(), &PyGetSetDescr_Type) != 0;
   torch_api = {api, reinterpret_cast<PyTypeObject*>(tensor_type.ptr()),
                reinterpret_cast<PyTypeObject*>(parameter_type.ptr()),
                has_getter ? reinterpret_cast<PyGetSetDescrObject*>(grad.ptr())->d_getset : nullptr};

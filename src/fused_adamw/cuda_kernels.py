@@ -35,6 +35,7 @@ HEADERS = (
 STEP = "cuda/adamw_step.cu"
 ANALYSIS = "cuda/analyze_gradients.cu"
 MERGE = "cuda/merge_rows.cu"
+STATS = (ANALYSIS, MERGE)
 
 _chosen: str | None = None
 
@@ -128,7 +129,6 @@ class Kernels:
     def __init__(self, device: int) -> None:
         self._device = device
         self._loaded: dict[_Part, _C.CudaLauncher] = {}
-        self._stats: tuple[_C.CudaLauncher, _C.CudaLauncher] | None = None
 
     def step(self, variant: StepVariant) -> _C.CudaLauncher:
         """What launches a step."""
@@ -144,19 +144,17 @@ class Kernels:
 
         ``steps``: the variants of the step that will be asked for next, to be compiled at the same time.
         """
-        if self._stats is None:
-            analysis, merge = (ANALYSIS, None), (MERGE, None)
+        analysis, merge = ((source, None) for source in STATS)
+        if analysis not in self._loaded or merge not in self._loaded:
             self._load([analysis, merge, *((STEP, variant) for variant in steps())])
-            self._stats = self._loaded[analysis], self._loaded[merge]
-        return self._stats
+        return self._loaded[analysis], self._loaded[merge]
 
     def _load(self, parts: Sequence[_Part]) -> None:
         missing = [part for part in parts if part not in self._loaded]
-        self._loaded.update(zip(missing, self._modules(missing), strict=True))
-
-    def _modules(self, parts: Sequence[_Part]) -> Iterable[_C.CudaLauncher]:
         architecture = _C.cuda_compute_capability(self._device)
+        self._loaded.update(zip(missing, self._modules(missing, architecture), strict=True))
 
+    def _modules(self, parts: Sequence[_Part], architecture: int) -> Iterable[_C.CudaLauncher]:
         def compiled(part: _Part) -> bytes:
             source, variant = part
             return cubin(source, architecture, () if variant is None else variant.definitions())
@@ -177,8 +175,7 @@ _TRITON_KERNELS = {
 class TritonKernels(Kernels):
     """The same from Triton."""
 
-    def _modules(self, parts: Sequence[_Part]) -> Iterable[_C.CudaLauncher]:
-        architecture = _C.cuda_compute_capability(self._device)
+    def _modules(self, parts: Sequence[_Part], architecture: int) -> Iterable[_C.CudaLauncher]:
         for source, variant in parts:
             module = _C.CudaUploadingModule(self._device, self._allocate)
             for name in _TRITON_KERNELS[source]:

@@ -39,7 +39,7 @@ def missing(compiler: str) -> str | None:
 
 def through_nvrtc(architecture: int) -> str:
     """Each source in each variant, compiled anew."""
-    kernels: list[tuple[str, tuple[str, ...]]] = [(cuda_kernels.ANALYSIS, ()), (cuda_kernels.MERGE, ())]
+    kernels: list[tuple[str, tuple[str, ...]]] = [(source, ()) for source in cuda_kernels.STATS]
     kernels += [(cuda_kernels.STEP, variant.definitions()) for variant in cuda_kernels.STEP_VARIANTS]
     frames: list[tuple[str, ...]] = []
     registers: list[int] = []
